@@ -22,7 +22,22 @@ P2P, ALL_REDUCE = "p2p", "all-reduce"
 PAYLOADS = (P2P, ALL_REDUCE)
 """Values of ``operator`` for received messages instead of results of operators."""
 
-KEYS = ("operator", "phase", "execution", "bit", "mode", "nth", "probability")
+
+@dataclass(frozen=True)
+class Key:
+    """A key with which a fault is described.
+
+    Attributes:
+        read: returns the value, from text or a JSON value; raises ValueError or TypeError.
+        allowed: what is allowed, in words.
+        says: what the key says, as a sentence.
+        kinds: the kinds of faults that accept it; empty: all.
+    """
+
+    read: Callable[[Any], Any]
+    allowed: str
+    says: str
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,7 @@ class Flip:
         )
 
     def __str__(self) -> str:
-        said = {key: getattr(self, key) for key in KEYS}
-        differing = {key: value for key, value in said.items() if value != getattr(_PLAIN, key)}
+        differing = {key: value for key, value in vars(self).items() if value != getattr(_PLAIN, key) and key != "seed"}
         return " ".join(f"{key}={value}" for key, value in differing.items())
 
 
@@ -92,7 +106,7 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     Raises:
         UserError: a value is not valid.
     """
-    flip = Flip(**read_values(_READERS, values, text))
+    flip = Flip(**read_values({**KEYS, "phase": _PHASE}, values, text))
     if flip.is_payload and flip.execution != ANY:
         raise UserError(
             f"{text!r}: {flip.operator} is sent once and has no {flip.execution} execution", "remove execution"
@@ -106,26 +120,18 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     return flip
 
 
-def read_values(
-    readers: Mapping[str, tuple[Callable[[Any], Any], str]], values: Mapping[str, Any], text: str
-) -> dict[str, Any]:
+def read_values(keys: Mapping[str, Key], values: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the values of the keys, read.
 
-    Args:
-        readers: key -> (function that reads its value, what is allowed, in words).
-        values: key -> value.
-        text: origin of the values, for messages.
-
     Raises:
-        UserError: a value is not valid.
+        UserError: a value is not valid; ``text`` is the origin of the values, for the message.
     """
     found = {}
-    for key, value in values.items():
-        read, allowed = readers[key]
+    for name, value in values.items():
         try:
-            found[key] = read(value)
+            found[name] = keys[name].read(value)
         except (ValueError, TypeError) as error:
-            raise UserError(f"{text!r}: {key}={value} is wrong: {error}", allowed) from error
+            raise UserError(f"{text!r}: {name}={value} is wrong: {error}", keys[name].allowed) from error
     return found
 
 
@@ -150,16 +156,44 @@ def _bit(value: Any) -> int | None:
     return None if value == ANY else whole(0, 63)(value)
 
 
-_READERS = {
-    "operator": (
+_OF_FLIPS = (BIT_FLIP,)
+KEYS = {
+    "operator": Key(
         _word,
         f"an operator name of torch, such as mm, add_ or *norm*, or one of: {ANY}, {', '.join(PAYLOADS)}",
+        "for bit-flip: torch's name of the operator whose results are hit, such as mm; or p2p; or all-reduce.",
+        _OF_FLIPS,
     ),
-    "phase": (one_of(ANY, *PHASES), f"one of: {ANY}, {', '.join(PHASES)}"),
-    "execution": (one_of(ANY, PRIMARY, CHECKER), f"one of: {ANY}, {PRIMARY}, {CHECKER}"),
-    "bit": (_bit, f"a number from 0, the lowest, or {ANY}"),
-    "mode": (one_of(ONCE, REPEAT, STUCK), f"one of: {ONCE}, {REPEAT}, {STUCK}"),
-    "nth": (whole(1), "a number from 1"),
-    "probability": (between(math.ulp(0.0), 1.0), "a number above 0 and at most 1"),
+    "execution": Key(
+        one_of(ANY, PRIMARY, CHECKER),
+        f"one of: {ANY}, {PRIMARY}, {CHECKER}",
+        "for bit-flip: which of DMR's two executions is hit, primary or checker.",
+        _OF_FLIPS,
+    ),
+    "bit": Key(
+        _bit,
+        f"a number from 0, the lowest, or {ANY}",
+        "for bit-flip: number of the bit, counted from the lowest; any: a random bit each time.",
+        _OF_FLIPS,
+    ),
+    "mode": Key(
+        one_of(ONCE, REPEAT, STUCK),
+        f"one of: {ONCE}, {REPEAT}, {STUCK}",
+        "for bit-flip: once, repeat (every matching result) or stuck (the same bit from then on).",
+        _OF_FLIPS,
+    ),
+    "nth": Key(
+        whole(1),
+        "a number from 1",
+        "for bit-flip: number of the first matching result that may be hit, counted from 1.",
+        _OF_FLIPS,
+    ),
+    "probability": Key(
+        between(math.ulp(0.0), 1.0),
+        "a number above 0 and at most 1",
+        "for bit-flip: probability with which each matching result is hit.",
+        _OF_FLIPS,
+    ),
 }
-"""Key -> (function that reads its value, what is allowed, in words)."""
+"""The keys that only bit flips have."""
+_PHASE = Key(one_of(ANY, *PHASES), f"one of: {ANY}, {', '.join(PHASES)}", "")

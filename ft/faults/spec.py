@@ -1,24 +1,18 @@
-"""What ``--inject``, scenario files and trace files ask for, and the schedule of numbered faults that follows.
+"""What ``--inject`` and scenario files ask for, and the schedule of numbered faults that follows.
 
 ``parse`` reads ``--inject``, such as ``kill@step=20:rank=3,slow@time=30s:rank=random:for=5s``. The format is
 ``KIND@KEY=VALUE[:KEY=VALUE...]``; several faults are separated by commas. Examples of the keys::
 
-    when       step=20 | time=90s | trace=FILE (recorded failures)
+    when       step=20 | time=90s
                every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s)
                every=exponential(mean=20steps) | every=weibull(shape=0.7,scale=30steps)
     where      rank=3 | rank=random | node=n1 | node=random
                in runs with replicas (FT-HSDP) also: replica=1 | replica=random
     how        phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
                kind bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
-    how often  count=10  until=10m (only with every or trace)
+    how often  count=10  until=10m (only with every)
 
-``read_scenario`` reads a file in YAML, TOML or JSON (``ft.faults.page.SCENARIO`` shows one). A trace file has recorded
-failures of another run, one a line::
-
-    # seconds since training began, kind, logical rank; kind and rank may be omitted
-    12.5
-    30   kill  2
-    {"time": 41, "kind": "slow", "rank": 3, "for": 5}
+``read_scenario`` reads a file in YAML, TOML or JSON (``ft.faults.page.SCENARIO`` shows one).
 
 ``schedule`` draws random victims and times, and numbers the faults. The same seed gives the same schedule.
 """
@@ -26,17 +20,18 @@ failures of another run, one a line::
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files
+from ft.base import files
 from ft.base.errors import Problems, UserError
 from ft.base.quantities import between, seconds, whole
 from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES, Fault
-from ft.faults.flip import BIT_FLIP, one_of, read_flip, read_values
+from ft.faults.flip import BIT_FLIP, Key, one_of, read_flip, read_values
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.table import NAMES
 
@@ -109,9 +104,7 @@ def parse_duration(value: Any, least: float = 1e-3) -> float:
     return seconds(value, least, bare=1.0)
 
 
-KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "value")
-KEYS += ("count", "until", "replica", *(key for key in FLIP_KEYS if key != "phase"))
-_WHEN = ("step", "time", "every", "trace")
+_WHEN = ("step", "time", "every")
 _LASTING = {
     "slow": 10.0,
     "partition": 10.0,
@@ -124,31 +117,105 @@ _LASTING = {
 }
 """Kind of a fault that ends by itself -> its duration in seconds if the key ``for`` is not given."""
 
-ONLY_FOR = {
-    "for": tuple(kind for kind in NAMES if kind in (*_LASTING, "hang", "gil", "stall")),
-    "factor": ("slow",),
-    "error": ("exception",),
-    "copies": ("corrupt-snapshot",),
-    "value": ("corrupt-tensor",),
-    **{key: (BIT_FLIP,) for key in FLIP_KEYS if key != "phase"},
+
+def _rank(value: Any) -> int | str:
+    return "random" if value == "random" else whole(0)(value)
+
+
+def _choice(choices: tuple[str, ...], says: str, *kinds: str) -> Key:
+    return Key(one_of(*choices), f"one of: {', '.join(choices)}", says, kinds)
+
+
+_DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
+KEYS_UNDER: dict[str, dict[str, Key]] = {
+    "When: give exactly one of these keys": {
+        "step": Key(whole(1), "a step number from 1", "step in which the fault happens, counted from 1."),
+        "time": Key(
+            partial(parse_duration, least=0.0),
+            _DURATION,
+            "time from the beginning of training: 500ms, 90s, 2m, 1h.",
+        ),
+        "every": Key(
+            parse_distribution,
+            "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
+            "repeated faults at random times: exponential(mean=60s) or weibull(shape=0.7,scale=90s) in time, "
+            "exponential(mean=20steps) or weibull(shape=0.7,scale=30steps) in steps.",
+        ),
+    },
+    "Where: without any of these keys, a random rank is hit, or the target of the kind (a node, the control plane)": {
+        "rank": Key(
+            _rank,
+            "a logical rank from 0, or random",
+            "logical rank, or random; the fault hits the worker that holds the rank when the fault is due.",
+        ),
+        "node": Key(
+            str,
+            "a node's name (n0, n1, ...), its number, or random",
+            "node (its name or number), or random; the fault hits all workers on the node.",
+        ),
+        "replica": Key(
+            _rank,
+            "a replica from 0, or random",
+            "FT-HSDP replica to which rank or node belongs, or random; without it, ranks are numbered over "
+            "all replicas.",
+        ),
+    },
+    "How": {
+        "phase": _choice(
+            PHASES,
+            "point of the step, or of the next recovery from this step on, at which the fault happens; for "
+            "bit-flip, part of the step.",
+        ),
+        "for": Key(
+            parse_duration,
+            _DURATION,
+            "duration, for kinds that end by themselves.",
+            tuple(kind for kind in NAMES if kind in (*_LASTING, "hang", "gil", "stall")),
+        ),
+        "factor": Key(
+            between(math.nextafter(1, 2), 1000),
+            "a number above 1 and at most 1000",
+            "for slow: factor by which the duration of a step grows.",
+            ("slow",),
+        ),
+        "error": _choice(ERRORS, "for exception: class of the exception.", "exception"),
+        "copies": _choice(
+            COPIES,
+            "for corrupt-snapshot: corrupt the worker's own snapshot, or the peer copies that it holds.",
+            "corrupt-snapshot",
+        ),
+        "value": _choice(
+            VALUES, "for corrupt-tensor: set one element to NaN, or flip one bit of it.", "corrupt-tensor"
+        ),
+        **FLIP_KEYS,
+    },
+    "How often: these keys need every": {
+        "count": Key(whole(1), "a number from 1", "maximum number of faults; 1000 by default."),
+        "until": Key(
+            parse_duration,
+            _DURATION,
+            "time from the beginning of training after which no more faults happen; one week by default. Not "
+            "allowed with steps.",
+        ),
+    },
 }
-"""Key -> the kinds of faults that accept it, for the keys that only some kinds accept."""
+"""Heading -> name -> key."""
+KEYS = {name: key for keys in KEYS_UNDER.values() for name, key in keys.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSpec(Fault):
     """One entry of ``--inject`` as the user wrote it. Random victims and times are drawn later, by the fault schedule.
 
-    Exactly one of ``step``, ``time``, ``every`` and ``trace`` is not None. What is not listed here is as in ``Fault``.
+    Exactly one of ``step``, ``time`` and ``every`` is not None. What is not listed here is as in ``Fault``.
 
     Attributes:
         text: the entry as written, for messages.
         every: distribution of the times between faults.
-        trace: path of a file of recorded failures.
         rank: logical rank that is hit, "random", or None.
         node: node that is hit, "random", or None.
-        count: maximum number of faults of a distribution or trace.
-        until: seconds from the beginning of training after which a distribution or trace causes no more faults.
+        count: maximum number of faults of a distribution.
+        until: seconds from the beginning of training after which a distribution causes no more faults.
         replica: replica to which ``rank`` or ``node`` belongs, or "random". None: ranks and nodes are numbered over all
             replicas.
     """
@@ -156,7 +223,6 @@ class FaultSpec(Fault):
     text: str
     number: int = 0
     every: Distribution | None = None
-    trace: str | None = None
     rank: int | str | None = None
     count: int | None = None
     until: float | None = None
@@ -196,9 +262,9 @@ def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
     if kind == BIT_FLIP:
         # For a bit flip, ``phase`` selects the operators that are hit, not a point of the step. The flip is active from
         # the beginning of its step, so FaultSpec.phase keeps its default.
-        flip = read_flip({key: keys.pop(key) for key in FLIP_KEYS if key in keys}, text)
+        flip = read_flip({key: keys.pop(key) for key in (*FLIP_KEYS, "phase") if key in keys}, text)
     _check_combination(kind, keys, text)
-    read = {_FIELDS.get(key, key): value for key, value in read_values(_READERS, keys, text).items()}
+    read = {_FIELDS.get(key, key): value for key, value in read_values(KEYS, keys, text).items()}
     read.setdefault("seconds", _LASTING.get(kind))
     return FaultSpec(text=text, kind=kind, flip=flip, **read)
 
@@ -230,12 +296,12 @@ def _check_combination(kind: str, keys: Mapping[str, Any], text: str) -> None:
             f"{text!r}: exactly one key must say when the fault happens, and there is {says}",
             f"exactly one of: {', '.join(_WHEN)}",
         )
-    for key, kinds in ONLY_FOR.items():
-        if key in keys and kind not in kinds:
+    for key in keys:
+        if (kinds := KEYS[key].kinds) and kind not in kinds:
             raise UserError(f"{text!r}: {key} has no meaning for {kind}", f"{key} goes with: {', '.join(kinds)}")
     for key in ("count", "until"):
-        if key in keys and given[0] not in ("every", "trace"):
-            raise UserError(f"{text!r}: {key} has no meaning with {given[0]}", f"use {key} only with every or trace")
+        if key in keys and given[0] != "every":
+            raise UserError(f"{text!r}: {key} has no meaning with {given[0]}", f"use {key} only with every")
     if "until" in keys and "steps" in str(keys.get("every")):
         raise UserError(f"{text!r}: until is a time, but every counts steps", "give count, or every with a time")
     if "rank" in keys and "node" in keys:
@@ -262,87 +328,6 @@ _RECOVERY = ", ".join(RECOVERY_PHASES)
 _FIELDS = {"for": "seconds"}
 
 
-def _rank(value: Any) -> int | str:
-    return "random" if value == "random" else whole(0)(value)
-
-
-_DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
-_READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "step": (whole(1), "a step number from 1"),
-    "time": (lambda value: parse_duration(value, least=0.0), _DURATION),
-    "every": (
-        parse_distribution,
-        "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
-    ),
-    "trace": (str, "the path of a file"),
-    "rank": (_rank, "a logical rank from 0, or random"),
-    "replica": (_rank, "a replica from 0, or random"),
-    "node": (str, "a node's name (n0, n1, ...), its number, or random"),
-    "phase": (one_of(*PHASES), f"one of: {', '.join(PHASES)}"),
-    "for": (parse_duration, _DURATION),
-    "factor": (between(math.nextafter(1, 2), 1000), "a number above 1 and at most 1000"),
-    "error": (one_of(*ERRORS), f"one of: {', '.join(ERRORS)}"),
-    "copies": (one_of(*COPIES), f"one of: {', '.join(COPIES)}"),
-    "value": (one_of(*VALUES), f"one of: {', '.join(VALUES)}"),
-    "count": (whole(1), "a number from 1"),
-    "until": (parse_duration, _DURATION),
-}
-"""Key -> (function that reads its value, what is allowed, in words)."""
-
-
-def read_trace(spec: FaultSpec) -> list[FaultSpec]:
-    """Return one entry for each line of the file ``spec.trace``, earliest first. Omitted values are those of ``spec``.
-
-    Raises:
-        UserError: the file or a line is not valid; the message names the line number.
-    """
-    path = Path(spec.trace)
-    try:
-        lines = files.read_text(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{spec.text!r}: trace {path} cannot be read: {error}", "give a readable text file") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        line = line.partition("#")[0].strip() if not line.lstrip().startswith("{") else line.strip()
-        if line:
-            found.append(_with_defaults(_values(line, f"{path}:{number}"), spec, f"{path}:{number}"))
-    return sorted(found, key=lambda one: one.time)
-
-
-def _values(line: str, place: str) -> dict[str, Any]:
-    if not line.startswith("{"):
-        words = line.replace(",", " ").split()
-        if len(words) > 3:
-            raise UserError(f"{place}: {line!r} has {len(words)} words", "a line is: TIME [KIND] [RANK]")
-        return dict(zip(("time", "kind", "rank"), words, strict=False))
-    try:
-        return dict(bounded_json.loads(line))
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{place} is not a JSON object: {error}", 'for example: {"time": 41, "kind": "kill"}'
-        ) from error
-
-
-def _with_defaults(values: dict[str, Any], spec: FaultSpec, place: str) -> FaultSpec:
-    if "time" not in values or {"step", "every", "trace"} & values.keys():
-        raise UserError(
-            f"{place}: this line of the trace has no time", "TIME [KIND] [RANK], or a JSON object with time"
-        )
-    if values.setdefault("kind", spec.kind) == spec.kind:
-        defaults = {"for": spec.seconds, "factor": spec.factor, "error": spec.error, "copies": spec.copies}
-        defaults["value"] = spec.value
-        for key, value in defaults.items():
-            if spec.kind in ONLY_FOR[key] and value is not None:
-                values.setdefault(key, value)
-        if spec.flip is not None:
-            for key in FLIP_KEYS:
-                values.setdefault(key, getattr(spec.flip, key) if key != "bit" or spec.flip.bit is not None else "any")
-        if not {"rank", "node"} & values.keys():
-            victim = {"rank": spec.rank, "node": spec.node}
-            values.update({key: value for key, value in victim.items() if value is not None})
-    return from_values(values, place)
-
-
 @dataclass(frozen=True)
 class Scenario:
     """The content of a scenario file.
@@ -356,7 +341,7 @@ class Scenario:
 
 
 def read_scenario(path: str | Path) -> Scenario:
-    """Read a scenario file. The path of a trace file in it is relative to the folder of the scenario file.
+    """Read a scenario file.
 
     Raises:
         UserError: the file cannot be read or an entry is not valid; the message names the entry by its position.
@@ -373,7 +358,7 @@ def read_scenario(path: str | Path) -> Scenario:
         raise UserError(f"scenario {path}: seed {seed!r} is no whole number", "for example: seed = 7")
     specs = []
     for number, entry in enumerate(faults, 1):
-        specs += _specs(entry, path, f"{path}, fault {number}")
+        specs += _specs(entry, f"{path}, fault {number}")
     return Scenario(specs, seed)
 
 
@@ -398,15 +383,13 @@ def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> 
     return specs, seed or 0
 
 
-def _specs(entry: Any, path: Path, place: str) -> list[FaultSpec]:
+def _specs(entry: Any, place: str) -> list[FaultSpec]:
     if isinstance(entry, str):
         return parse(entry)
     if not isinstance(entry, dict):
         raise UserError(
             f"{place}: {entry!r} is no fault", 'a text like "kill@step=20", or an object with kind and keys'
         )
-    if "trace" in entry:
-        entry = {**entry, "trace": str(path.parent / str(entry["trace"]))}
     return [from_values(entry, place)]
 
 
@@ -447,12 +430,10 @@ def schedule(
 
 def _moments(spec: FaultSpec, rng: random.Random, horizon_s: float) -> list[FaultSpec]:
     """Return one entry for each fault, with a fixed step or time."""
-    if spec.every is None and spec.trace is None:
+    if spec.every is None:
         return [spec]
     end = min(horizon_s, spec.until if spec.until is not None else horizon_s)
     most = spec.count if spec.count is not None else MOST_OF_A_DISTRIBUTION
-    if spec.trace is not None:
-        return [one for one in read_trace(spec) if one.time <= end][:most]
     if spec.every.in_steps:  # a drawn value of 3.2 means step 4: three whole steps are done before
         return [replace(spec, every=None, step=math.ceil(at)) for at in islice(spec.every.times(rng), most)]
     found = []

@@ -46,18 +46,12 @@ class Job:
         return samples // (self.options.training.micro_batch_size * self.layout.dp)
 
 
-def save(job: Job, *, blocking: bool = False) -> None:
-    """Save a checkpoint.
-
-    Args:
-        job: the job.
-        blocking: whether to wait until the checkpoint is complete, also with --async-save.
-    """
+def save(job: Job) -> None:
+    """Save a checkpoint."""
     parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
     is_last = job.ending is not None or job.state.step >= train_steps(job.options.training)
     with job.trainee.whole_params():
         job.checkpointer.save(job.state, *parts, is_last=is_last)
-    job.checkpointer.maybe_finalize(blocking=blocking)
 
 
 def load(

@@ -6,10 +6,11 @@ import torch.distributed as dist
 from ft.protection.contract import DataShare, StreamView
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.ft_trainer.agreement import alone
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing.content import TrainState
-from megatron.ft_trainer.data.datasets import alone, build_datasets
+from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.loader import MicrobatchLoader
 from megatron.ft_trainer.data.tokenizer import Tokenizer
 

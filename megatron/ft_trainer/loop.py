@@ -26,7 +26,6 @@ def train(job: Job) -> None:
         if job.protection.saves(state.step, is_due=due, ends=ends) or job.checkpointer.owes_a_save:
             job.protection.at("save")
             save(job)
-        job.checkpointer.maybe_finalize()
         job.protection.committed()
 
 

@@ -125,9 +125,6 @@ def run(job: Job) -> None:
         job.log.line(f"ending after step {job.state.step}: {job.ending}")
     elif job.test_loaders:
         job.log.evaluation(job.state.step, "test", evaluate(job, job.test_loaders))
-    if job.checkpointer.is_saving:
-        job.protection.at("save")
-    job.checkpointer.maybe_finalize(blocking=True)
 
 
 def outcome(job: Job, trainer: JobTrainer) -> dict[str, str | int]:

@@ -99,7 +99,7 @@ class JobTrainer:
         return load(job.checkpointer, job.options, job.trainee, job.state, is_restart=True)
 
     def save(self) -> None:
-        save(self._job, blocking=True)
+        save(self._job)
 
     def rewind(self) -> None:
         self._job.log.rewind(self.step)

@@ -90,6 +90,21 @@ _CHECKPOINTS = (
     ),
 )
 
+_OPTIMIZER = tuple(
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer",
+        f"DistributedOptimizer.{method}",
+        f"{why}, because torch counts steps per parameter, and Apex and Transformer Engine per group",
+        file="torch_adam",
+        when=ALWAYS,
+        signatures=(signature,),
+    )
+    for method, signature, why in (
+        ("state_dict", "(self)", "core fails to resume with torch's Adam before its first step"),
+        ("load_state_dict", "(self, state_dict)", "core gives all parameters of torch's Adam one step count in common"),
+    )
+)
+
 _NORM_SIGNATURE = (
     "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
     "normalization='LayerNorm')",
@@ -460,7 +475,7 @@ ELSEWHERE: tuple[Patch, ...] = (
 )
 
 MANIFEST: tuple[Patch, ...] = (
-    *(*_CHECKPOINTS, *_CPU_CORE, *_CPU_TORCH),
+    *(*_CHECKPOINTS, *_OPTIMIZER, *_CPU_CORE, *_CPU_TORCH),
     *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_COMPILED_GRAPHS, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
 )
 
@@ -477,7 +492,7 @@ ONCE_PER_PROCESS = {
     "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call": _NOT_USED,
     "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller._get_process": _NOT_USED,
     "dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization": (
-        "checkpointing.plan.SavePlanning.forget drops its state on all workers"
+        "its object is created again for each save"
     ),
     "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.apply_loading_parallelization": (
         "its object is created again for each load"

@@ -71,15 +71,9 @@ def test_what_is_wrong_is_named_with_what_is_allowed(text, words):
         assert word in str(raised.value)
 
 
-def test_a_flip_can_come_by_the_clock_from_a_trace_and_from_a_distribution(tmp_path):
+def test_a_flip_can_come_by_the_clock_and_from_a_distribution():
     (fault,) = planned("bit-flip@time=9s:rank=1:operator=mm")
     assert (fault.time, fault.flip.operator) == (9.0, "mm")
-    (tmp_path / "trace").write_text("3 bit-flip 2\n4\n")
-    faults = planned(f"bit-flip@trace={tmp_path}/trace:operator=mm:bit=3:phase=backward")
-    assert [(f.time, f.flip.operator, f.flip.bit, f.flip.phase) for f in faults] == [
-        (3.0, "mm", 3, "backward"),
-        (4.0, "mm", 3, "backward"),
-    ]
     assert len(planned("bit-flip@every=exponential(mean=1s):count=3:rank=random")) == 3
 
 

@@ -48,7 +48,7 @@ def test_a_bad_network_is_no_death_and_who_lost_power_comes_back_as_a_standby(co
 @pytest.mark.long
 def test_a_node_that_was_given_up_counts_for_nothing_and_joins_as_a_standby(corpus, reference, tmp_path):
     """It holds the last logical rank, which writes the losses, and the folder of checkpoints is everybody's."""
-    saves = f"--save {tmp_path}/saved --save-interval 10 --async-save"
+    saves = f"--save {tmp_path}/saved --save-interval 10"
     with Lab(3) as lab, Fleet(lab, tmp_path / "run", flags(corpus, f"{LAYOUT} {saves}", STEPS)) as fleet:
         fleet.wait_steps(12)
         wait_for_standbys(fleet, "n2")

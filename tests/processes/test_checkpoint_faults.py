@@ -1,6 +1,5 @@
 """What a save leaves behind when ranks die, disks fill up and writers are killed in the middle of it."""
 
-import contextlib
 import os
 import signal
 import time
@@ -19,7 +18,9 @@ def _die() -> None:
 
 def _die_at(point: str) -> None:
     """Arranges that this process is killed when a save gets to ``point``."""
-    from megatron.ft_trainer.checkpointing import commit, writer
+    from torch.distributed.checkpoint import filesystem
+
+    from megatron.ft_trainer.checkpointing import commit
 
     def dying(function, before: bool):
         def replaced(*args, **kwargs):
@@ -30,15 +31,17 @@ def _die_at(point: str) -> None:
         return replaced
 
     if point == "half-written-file":
-        whole = writer._write_file
+        whole, written = filesystem._write_item, []
 
-        def half(path, parts):
-            whole(path, parts[: len(parts) // 2])
-            _die()
+        def half(*args):
+            if len(written) == 4:
+                _die()
+            written.append(whole(*args))
+            return written[-1]
 
-        writer._write_file = half
+        filesystem._write_item = half
     elif point == "before-metadata":
-        commit.commit = dying(commit.commit, before=True)
+        filesystem.FileSystemWriter.finish = dying(filesystem.FileSystemWriter.finish, before=True)
     elif point == "before-manifest":
         commit.write_text = dying(commit.write_text, before=True)
     elif point == "before-rename":
@@ -51,40 +54,35 @@ def _die_at(point: str) -> None:
         commit.shutil.rmtree = dying(commit.shutil.rmtree, before=True)
 
 
-def _save_and_die(folder: str, point: str, victim: int, options: dict) -> None:
+def _save_and_die(folder: str, point: str, victim: int) -> None:
     import torch.distributed as dist
 
-    run = Run(Shape(), save=folder, keep_last=1 if point == "while-retiring" else None, **options)
+    run = Run(Shape(), save=folder, keep_last=1 if point == "while-retiring" else None)
     run.train(1)
     assert run.save()
-    run.checkpointer.maybe_finalize(blocking=True)
     run.train(1)
     if dist.get_rank() == victim:
         _die_at(point)
     run.save()
-    run.checkpointer.maybe_finalize(blocking=True)
 
 
-# (point, the rank that dies, whether the save is asynchronous, the newest complete checkpoint afterwards)
+# (point, the rank that dies, the newest complete checkpoint afterwards)
 DEATHS = [
-    ("half-written-file", 0, False, 1),
-    ("half-written-file", 1, False, 1),
-    ("before-metadata", 0, False, 1),
-    ("before-manifest", 0, False, 1),
-    ("before-rename", 0, False, 1),
-    ("before-rename", 0, True, 1),
-    ("after-rename", 0, False, 2),
-    ("after-rename", 0, True, 2),
-    ("before-tracker", 0, False, 2),
-    ("while-retiring", 0, False, 2),
+    ("half-written-file", 0, 1),
+    ("half-written-file", 1, 1),
+    ("before-metadata", 0, 1),
+    ("before-manifest", 0, 1),
+    ("before-rename", 0, 1),
+    ("after-rename", 0, 2),
+    ("before-tracker", 0, 2),
+    ("while-retiring", 0, 2),
 ]
 
 
 def test_kill_9_at_any_point_leaves_a_sound_checkpoint(ranks, tmp_path):
-    names = ["-".join(map(str, death[:3])) for death in DEATHS]
-    for name, (point, victim, in_background, _) in zip(names, DEATHS, strict=True):
-        options = {"async_save": in_background}
-        with ranks.start(_save_and_die, 2, str(tmp_path / name), point, victim, options) as handle:
+    names = [f"{point}-{victim}" for point, victim, _ in DEATHS]
+    for name, (point, victim, _) in zip(names, DEATHS, strict=True):
+        with ranks.start(_save_and_die, 2, str(tmp_path / name), point, victim) as handle:
             _wait_for_death(handle, victim)
     (loaded,) = ranks(_load_each, 1, {name: {"load": str(tmp_path / name)} for name in names})
     for name, (*_, step) in zip(names, DEATHS, strict=True):
@@ -92,7 +90,7 @@ def test_kill_9_at_any_point_leaves_a_sound_checkpoint(ranks, tmp_path):
         newest = newest_complete(scan(tmp_path / name))
         assert problems(tmp_path / name / newest.name, read_manifest(tmp_path / name / newest.name).files) == []
     # The same folder is then saved into: what the dead left is cleared away.
-    again = tmp_path / "before-rename-0-False"
+    again = tmp_path / "before-rename-0"
     assert list(again.glob("iter_0000002.*.partial"))
     ranks(_resume_and_save, 1, str(again))
     assert sorted(os.listdir(again)) == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
@@ -114,137 +112,26 @@ def _wait_for_death(handle, rank: int) -> None:
     assert handle.exitcode(rank) == -signal.SIGKILL
 
 
-def _slow_writer(seconds: float) -> None:
-    """Makes every file take ``seconds`` before its first byte, and leaves the writing process's pid behind."""
-    from megatron.ft_trainer.checkpointing import writer
-
-    fast = writer._write_file
-
-    def slow(path, parts):
-        Path(f"writer-{path.name}").write_text(str(os.getpid()))
-        time.sleep(seconds)
-        return fast(path, parts)
-
-    writer._write_file = slow
-
-
-def _save_in_background_and_wait(folder: str) -> None:
-    run = Run(Shape(), save=folder, async_save=True)
-    run.train(1)
-    assert run.save()
-    run.checkpointer.maybe_finalize(blocking=True)
-    run.train(1)
-    _slow_writer(60)
-    assert run.save()
-    print("under way", flush=True)
-    time.sleep(60)
-
-
-def test_the_background_writer_dies_with_its_rank(ranks, tmp_path):
-    with ranks.start(_save_in_background_and_wait, 2, str(tmp_path)) as handle:
-        for rank in range(2):
-            handle.wait_for_output(rank, "under way")
-        pids = [_pid_from(handle.folder / f"writer-__{rank}_0.distcp") for rank in range(2)]
-        assert not any(_sockets(pid) for pid in pids)
-        handle.kill(1)
-        _wait_for_death(handle, 1)
-        assert _gone(pids[1]) and not _gone(pids[0], patience=0)
-    assert _gone(pids[0])
-    assert newest_complete(scan(tmp_path)).step == 1
-
-
-def _pid_from(file: Path) -> int:
-    deadline = time.monotonic() + 180
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return int(file.read_text())
-
-
-def _gone(pid: int, patience: float = 5.0) -> bool:
-    deadline = time.monotonic() + patience
-    while True:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                if time.monotonic() < deadline:
-                    time.sleep(0.01)
-                    continue
-                return False
-        return True
-
-
-def _sockets(pid: int) -> list[str]:
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    return [link for link in links if link.startswith("socket:")]
-
-
-def _lose_a_writer(folder: str) -> list:
-    import torch.distributed as dist
-
-    run = Run(Shape(), save=folder, async_save=True)
-    run.train(1)
-    assert run.save()
-    run.checkpointer.maybe_finalize(blocking=True)
-    run.train(1)
-    _slow_writer(0 if dist.get_rank() else 60)
-    assert run.save()
-    if dist.get_rank() == 0:
-        os.kill(_pid_from(Path("writer-__0_0.distcp")), signal.SIGKILL)
-    ended = [False, False]
-    while not all(ended):
-        run.train(1)
-        run.checkpointer.maybe_finalize()
-        dist.all_gather_object(ended, run.checkpointer.last_outcome.step == 2)
-    error = run.checkpointer.last_outcome.error
-    left = os.listdir(folder)
-    _restore_writer()
-    saved = run.save()
-    run.close()
-    return [error, left, saved, run.checkpointer.last_outcome.error]
-
-
-def _restore_writer() -> None:
-    import importlib
-
-    from megatron.ft_trainer.checkpointing import writer
-
-    writer._write_file = importlib.reload(writer)._write_file
-
-
-def test_a_killed_writer_fails_the_save_and_nothing_else(ranks, tmp_path):
-    for error, left, saved, next_error in ranks(_lose_a_writer, 2, str(tmp_path)):
-        assert "rank 0: the process that writes the checkpoint was killed by signal 9" in error
-        assert sorted(left) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
-        assert saved and next_error is None
-
-
-def _fill_disk(folder: str, options: dict, check_first: bool) -> dict:
+def _fill_disk(folder: str, check_first: bool) -> dict:
     from megatron.ft_trainer.checkpointing import save
 
     if not check_first:
         save.free_bytes = lambda folder: 1 << 40
-    run = Run(Shape(), save=folder, **options)
-    run.train(1)
-    first = run.save()
-    run.checkpointer.maybe_finalize(blocking=True)
-    saved = [first and run.checkpointer.last_outcome.error is None]
-    ballast = os.path.join(folder, "ballast")
-    for _ in range(2):
+    run = Run(Shape(), save=folder)
+    saved = []
+    for _ in range(3):
         run.train(1)
-        run.save()
-        run.checkpointer.maybe_finalize(blocking=True)
-        saved.append(run.checkpointer.last_outcome.error is None)
+        saved.append(run.save())
     error, left = run.checkpointer.last_outcome.error, sorted(os.listdir(folder))
     losses = run.train(1)
     run.close()
-    return {"saved": saved, "error": error, "left": left, "trained": len(losses), "said": run.messages, "b": ballast}
+    return {"saved": saved, "error": error, "left": left, "trained": len(losses), "said": run.messages}
 
 
-@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
 @pytest.mark.parametrize("check_first", [True, False], ids=["estimated", "hit"])
-def test_a_full_disk(ranks, small_disk, options, check_first):
+def test_a_full_disk(ranks, small_disk, check_first):
     """The disk has room for one checkpoint, not for two."""
-    results = ranks(_fill_disk, 2, str(small_disk), options, check_first)
+    results = ranks(_fill_disk, 2, str(small_disk), check_first)
     for result in results:
         assert result["saved"][0] and not result["saved"][-1]
         assert "full" in result["error"] and str(small_disk) in result["error"] and "free" in result["error"]

@@ -4,20 +4,19 @@ import pytest
 from test_checkpoint_gpt import Run, Shape
 
 
-def _save_and_go_on(shape: Shape, folder: str, options: dict):
+def _save_and_go_on(shape: Shape, folder: str, **options):
     run = Run(shape, save=folder, **options)
     run.train(2)
     assert run.save()
     saved = run.digest()
-    run.checkpointer.maybe_finalize(blocking=True)
     losses = run.train(2)
     out = {"saved": saved, "losses": losses, "end": run.digest(), "evaluated": run.evaluate()}
     run.close()
     return out
 
 
-def _resume(shape: Shape, folder: str, options: dict):
-    run = Run(shape, load=folder, seed=99, **options)
+def _resume(shape: Shape, folder: str):
+    run = Run(shape, load=folder, seed=99)
     report = run.load()
     loaded = run.digest()
     losses = run.train(2)
@@ -28,18 +27,11 @@ def _resume(shape: Shape, folder: str, options: dict):
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    "shape, options",
-    [
-        pytest.param(Shape(tp=2, pp=2), {}, id="tp2pp2-sync"),
-        pytest.param(Shape(pp=2), {"async_save": True}, id="pp2dp2-async"),
-        # Each shape and each way to save is also in one of those above.
-        pytest.param(Shape(tp=2, pp=2), {"async_save": True}, id="tp2pp2-async", marks=pytest.mark.long),
-        pytest.param(Shape(pp=2), {}, id="pp2dp2-sync", marks=pytest.mark.long),
-    ],
+    "shape", [Shape(tp=2, pp=2), pytest.param(Shape(pp=2), marks=pytest.mark.long)], ids=["tp2pp2", "pp2dp2"]
 )
-def test_resume_is_bit_exact(ranks, tmp_path, shape, options):
-    before = ranks(_save_and_go_on, 4, shape, str(tmp_path), options)
-    after = ranks(_resume, 4, shape, str(tmp_path), {})
+def test_resume_is_bit_exact(ranks, tmp_path, shape):
+    before = ranks(_save_and_go_on, 4, shape, str(tmp_path))
+    after = ranks(_resume, 4, shape, str(tmp_path))
     for uninterrupted, (resumed, rng, optimizer) in zip(before, after, strict=True):
         assert resumed == uninterrupted
         assert (rng, optimizer) == ("restored", True)
@@ -47,19 +39,20 @@ def test_resume_is_bit_exact(ranks, tmp_path, shape, options):
 
 
 @pytest.mark.parametrize(
-    "shape, options",
+    "shape, any_layout",
     [
-        (Shape(dropout=0.1), {"dist_ckpt_optim_fully_reshardable": False}),
-        (Shape(distributed_optimizer=False), {"async_save": True}),
-        (Shape(tp=2, bf16=True), {}),
-        (Shape(tp=2, ep=2, experts=4), {}),
+        (Shape(), False),
+        (Shape(distributed_optimizer=False), True),
+        (Shape(tp=2, bf16=True), True),
+        (Shape(tp=2, ep=2, experts=4), True),
     ],
     ids=["dp-reshardable", "replicated-optimizer", "bf16", "experts"],
 )
-def test_other_kinds_resume_bit_exactly(ranks, tmp_path, shape, options):
+def test_other_kinds_resume_bit_exactly(ranks, tmp_path, shape, any_layout):
     world_size = 4 if shape.experts else 2
-    before = ranks(_save_and_go_on, world_size, shape, str(tmp_path), options)
-    after = ranks(_resume, world_size, shape, str(tmp_path), {})
+    options = {"dist_ckpt_optim_fully_reshardable": any_layout}
+    before = ranks(_save_and_go_on, world_size, shape, str(tmp_path), **options)
+    after = ranks(_resume, world_size, shape, str(tmp_path))
     assert [resumed for resumed, *_ in after] == before
 
 
@@ -78,8 +71,8 @@ PLAIN = {"dropout": 0.0}
     ids=["to-dp4", "from-dp4", "interleaved-to-tp2", "ep2-to-ep1", "replicated-optimizer"],
 )
 def test_resharding_keeps_the_loss(ranks, tmp_path, saved, loaded):
-    before = ranks(_save_and_go_on, 4, saved, str(tmp_path), {})
-    after = ranks(_resume, 4, loaded, str(tmp_path), {})
+    before = ranks(_save_and_go_on, 4, saved, str(tmp_path))
+    after = ranks(_resume, 4, loaded, str(tmp_path))
     expected = next(r["evaluated"] for r in before if r["evaluated"])
     assert {len(r["evaluated"]) for r, *_ in after} <= {0, 4}
     for resumed, rng, optimizer in after:

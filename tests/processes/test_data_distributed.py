@@ -10,8 +10,9 @@ patches.apply()
 import torch.distributed as dist
 from small_datasets import SEQ, write_dataset
 
+from megatron.ft_trainer.agreement import from_rank_0
 from megatron.ft_trainer.arguments.topics import DataOptions
-from megatron.ft_trainer.data.datasets import build_datasets, from_rank_0
+from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.loader import MicrobatchLoader
 from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer
 

@@ -23,7 +23,7 @@ def flags(corpus: str, folder: Path, name: str, extra: str = "") -> str:
 
 LAYOUTS = {
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"),
-    "pp2-dp2-async": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --async-save"),
+    "pp2-dp2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "dp2-bf16-dropout": (2, "--use-distributed-optimizer --bf16 --attention-dropout 0.1 --hidden-dropout 0.1"),
     "interleaved-overlapped": (
         2,

@@ -3,18 +3,15 @@
 # ruff: noqa: E402 - megatron-core is imported after the patches
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from ft.base.errors import UserError
 from megatron import patches
 
 patches.apply()
 
 from megatron.ft_trainer.checkpointing import inventory
 from megatron.ft_trainer.checkpointing.inventory import Entry, FileRecord, Manifest, ManifestError, scan, share_of
-from megatron.ft_trainer.checkpointing.load import check_format
 
 
 def entries(*steps_and_serials, broken=()):
@@ -127,11 +124,3 @@ def test_a_checkpoint_without_a_manifest_is_not_complete(tmp_path):
     assert scan(tmp_path / "absent", may_be_missing=True) == []
     with pytest.raises(FileNotFoundError):
         scan(tmp_path / "absent")
-
-
-def test_the_formats_that_are_read(tmp_path):
-    check_format(tmp_path, manifest())
-    check_format(tmp_path, replace(manifest(), optimizer=None))
-    for change in ({"ckpt_format": "torch"}, {"optimizer": "legacy"}):
-        with pytest.raises(UserError, match=f"is in the format {next(iter(change.values()))}"):
-            check_format(tmp_path, replace(manifest(), **change))

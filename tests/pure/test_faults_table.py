@@ -11,7 +11,7 @@ from ft.base import events
 from ft.cli import main
 from ft.faults import Fault, parse, read_scenario, schedule
 from ft.faults.faults import OF_CONTROL, OF_NODE
-from ft.faults.page import MEANING_OF_KEYS, PAGE, SCENARIO, page, read_times
+from ft.faults.page import PAGE, SCENARIO, page, read_times
 from ft.faults.spec import KEYS
 from ft.faults.table import (
     DMR,
@@ -82,9 +82,7 @@ def test_the_page_is_what_the_command_makes():
     assert (ROOT_FOLDER / PAGE).read_text() == page(read_times(ROOT_FOLDER)), "run: python -m ft.faults.page"
 
 
-def test_every_key_that_is_read_is_on_the_page_and_no_other():
-    told = [key for sayings in MEANING_OF_KEYS.values() for key in sayings]
-    assert sorted(told) == sorted(KEYS)
+def test_every_key_is_on_the_page():
     text = (ROOT_FOLDER / PAGE).read_text()
     for key in KEYS:
         assert re.search(rf"^\| `{key}` \| \S.*\. \|$", text, re.MULTILINE)
@@ -92,12 +90,11 @@ def test_every_key_that_is_read_is_on_the_page_and_no_other():
 
 def test_the_scenario_on_the_page_can_be_run(tmp_path):
     (tmp_path / "s.yaml").write_text(SCENARIO)
-    (tmp_path / "failures.txt").write_text("12.5\n")
     scenario = read_scenario(tmp_path / "s.yaml")
     assert scenario.seed == 7
-    faults = schedule(scenario.specs, 4, ["n0"], scenario.seed)
+    faults = schedule(scenario.specs, 4, ["n0", "n1"], scenario.seed)
     assert [fault.kind for fault in faults].count("slow") == 4
-    assert all(fault.step for fault in faults if fault.kind == "slow") and faults[-1].time == 12.5
+    assert all(fault.step for fault in faults if fault.kind == "slow") and faults[-1].time == 120
 
 
 def test_the_command_prints_every_kind_and_key(capsys):
@@ -217,7 +214,7 @@ def test_settings_are_what_changes_the_result_and_not_what_a_node_calls_its_own(
     assert [name for name in found if name.startswith("environment")] == ["environment NCCL_ALGO"]
     assert {"torch", "python", "megatron-core", "code of ft and megatron"} <= found.keys()
     flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
-    options = parse_flags(flags + "--train-iters 9 --lr 1e-2 --metrics-file /a/b --async-save")
+    options = parse_flags(flags + "--train-iters 9 --lr 1e-2 --metrics-file /a/b")
     given = options.given()
-    assert given["--lr"] == "0.01" and given["--train-iters"] == "9" and given["--async-save"] == "True"
+    assert given["--lr"] == "0.01" and given["--train-iters"] == "9"
     assert "--metrics-file" not in given and "--min-lr" not in given

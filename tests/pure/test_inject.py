@@ -87,7 +87,7 @@ def test_specs(text, fault):
         ("kill@every=exponential(mean=0)", ["mean=0"]),
         ("kill@every=exponential(mean=0steps)", ["0steps", "steps"]),
         ("kill@every=exponential(mean=5steps):until=3m", ["until is a time", "count"]),
-        ("kill@trace=/nowhere/trace", ["/nowhere/trace"]),
+        ("kill@trace=failures", ["no key named 'trace'", "time"]),
         ("kill@step=1:rank=1,hang@stp=2", ["hang@stp=2", "stp"]),
     ],
 )
@@ -174,36 +174,10 @@ def test_durations():
             parse_duration(text)
 
 
-def test_a_trace(tmp_path):
-    trace = tmp_path / "trace.txt"
-    trace.write_text('# when who\n12.5\n\n3 hang 2\n30 kill\n{"time": "41s", "kind": "slow", "rank": 3, "for": 5}\n')
-    faults = planned(f"kill@trace={trace}:rank=1")
-    assert [(f.time, f.kind, f.rank) for f in faults] == [
-        (3, "hang", 2),
-        (12.5, "kill", 1),
-        (30, "kill", 1),
-        (41, "slow", 3),
-    ]
-    assert faults[3].seconds == 5.0
-    assert len(planned(f"kill@trace={trace}:count=2")) == 2
-    assert len(planned(f"kill@trace={trace}:until=20s")) == 2
-
-
-@pytest.mark.parametrize(
-    "line", ["soon", "3 kill 2 1", "3 murder", '{"kind": "kill"}', '{"time": 3', "3 kill 99", "[3]"]
-)
-def test_a_wrong_line_of_a_trace_is_named(line, tmp_path):
-    trace = tmp_path / "trace.txt"
-    trace.write_text(f"1\n{line}\n")
-    with pytest.raises(UserError, match=r"trace\.txt:2"):
-        planned(f"kill@trace={trace}")
-
-
 def test_scenario_files_in_all_formats(tmp_path):
-    (tmp_path / "trace").write_text("7 kill 1\n")
     (tmp_path / "a.toml").write_text(
         'seed = 7\nfaults = ["kill@step=20:rank=3", {kind = "slow", time = "30s", rank = 2, for = "5s"}, '
-        '{kind = "kill", trace = "trace"}]\n'
+        '"kill@time=7:rank=1"]\n'
     )
     values = {
         "seed": 7,
@@ -219,7 +193,7 @@ def test_scenario_files_in_all_formats(tmp_path):
     assert schedule(toml.specs, 4, NODES, 7) == schedule(plain.specs, 4, NODES, 7)
     (tmp_path / "a.yaml").write_text(
         "seed: 7\nfaults:\n  - kill@step=20:rank=3\n  - kind: slow\n    time: 30s\n    rank: 2\n    for: 5\n"
-        "  - {kind: kill, trace: trace}\n"
+        "  - {kind: kill, time: 7, rank: 1}\n"
     )
     yaml = read_scenario(tmp_path / "a.yaml")
     assert yaml.seed == 7 and schedule(yaml.specs, 4, NODES, 7) == schedule(plain.specs, 4, NODES, 7)

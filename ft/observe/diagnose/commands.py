@@ -53,12 +53,6 @@ def _add_compare(subparsers) -> None:
         "--step", type=int, action="append", help="compare only this step; may be repeated (default: all steps)"
     )
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="treat files as equal if their sizes and CRC-32 in the manifests are equal; then only the first "
-        "differing step is read",
-    )
-    parser.add_argument(
         "--show", type=int, default=_SHOWN, metavar="N", help=f"number of lines of the table (default: {_SHOWN})"
     )
     parser.add_argument("--json", action="store_true", help="print JSON with everything that differs instead of tables")
@@ -81,7 +75,7 @@ def run_compare(given: argparse.Namespace) -> int:
     from ft.observe.diagnose.compare import as_text, as_values, compare
     from ft.observe.diagnose.stored import open_runs
 
-    found = compare(open_runs(given.runs), given.step, quick=given.quick)
+    found = compare(open_runs(given.runs), given.step)
     print(json.dumps(as_values(found)) if given.json else as_text(found, given.show))
     return 1 if found.findings else 0
 

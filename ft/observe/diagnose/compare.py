@@ -9,22 +9,19 @@ expert-data parallelism (edp).
 import math
 import re
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any
 
 import numpy
 import torch
 
-from ft.observe.diagnose.stored import COMMON, Blocks, Piece, SavedRun, Stored, check_alike, common_steps, notes, read
+from ft.observe.diagnose.stored import COMMON, Piece, SavedRun, Stored, check_alike, common_steps, notes, read
 from ft.show.text import count, table
 from ft.systems.dmr.digest.definition import integers
 from megatron.core.parallel_state import RankGenerator
-from megatron.ft_trainer.checkpointing.inventory import Manifest
-from megatron.ft_trainer.checkpointing.writer import bytes_in_words
+from megatron.ft_trainer.checkpointing.inventory import Manifest, bytes_in_words
 
 _BLOCK = 1 << 20
 """Elements compared at a time: beyond both tensors, a comparison needs some tens of bytes for each of these elements.
@@ -224,15 +221,14 @@ class Comparison:
         return self.steps[-1] if self.findings else None
 
 
-def compare(runs: list[SavedRun], asked: Sequence[int] | None = None, *, quick: bool = False) -> Comparison:
+def compare(runs: list[SavedRun], asked: Sequence[int] | None = None) -> Comparison:
     """Compare ``runs`` up to the first step at which they differ.
 
-    Reads every file once, one block at a time. Only pieces that differ are held whole in memory, one at a time for all
-    runs.
+    Files with the same name, size and CRC-32 in the manifests are equal, and are not read. Of the others, one piece at
+    a time is held in memory for all runs.
 
     Args:
         asked: the steps to compare; None: all that every run has.
-        quick: whether files with equal size and CRC-32 in the manifests count as equal without being read.
 
     Raises:
         UserError: a checkpoint is incomplete or damaged, or the runs are not of the same training.
@@ -247,40 +243,27 @@ def compare(runs: list[SavedRun], asked: Sequence[int] | None = None, *, quick: 
         found.steps.append(step)
         found.stored, found.pieces = stored, len(stored[0].pieces)
         found.bytes = sum(record.bytes for record in stored[0].manifest.files.values())
-        found.findings = [*_shards(stored, quick), *_common(stored)]
+        found.findings = [*_shards(stored), *_common(stored)]
         if found.findings:
             break
     found.left = [step for step in steps if step > found.steps[-1]]
     return found
 
 
-def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[DifferingPiece]:
-    same = _equal_files(stored) if quick else set()
-    readers = [Blocks(each) for each in stored]
+def _shards(stored: Sequence[Stored]) -> Iterator[DifferingPiece]:
+    records = [each.manifest.files for each in stored]
+    same = {name for name in records[0] if all(r.get(name) == records[0][name] for r in records)}
+    checked: set[tuple[int, str]] = set()
     for key, piece in stored[0].pieces.items():
         mine = [each.pieces[key] for each in stored]
         if piece.file in same and all((p.file, p.start) == (piece.file, piece.start) for p in mine):
             continue
-        blocks = zip_longest(*(reader.of(p) for reader, p in zip(readers, mine, strict=True)))
-        if not _equal(blocks):
-            # Equal objects may have been pickled to different bytes, so different bytes do not prove a difference.
-            finding = _finding(piece, [each.whole(p) for each, p in zip(stored, mine, strict=True)])
-            yield from [finding] if finding else []
-    for reader in readers:
-        reader.finish()
-
-
-def _equal(blocks: Iterator[tuple]) -> bool:
-    """Return whether all runs have the same bytes. Always read to the end, so that the checksums can be verified."""
-    equal = True
-    for first, *others in blocks:
-        equal = all(block == first for block in others) and equal
-    return equal
-
-
-def _equal_files(stored: Sequence[Stored]) -> set[str]:
-    records = [each.manifest.files for each in stored]
-    return {name for name in records[0] if all(r.get(name) == records[0][name] for r in records)}
+        for number, (each, p) in enumerate(zip(stored, mine, strict=True)):
+            if (number, p.file) not in checked:
+                each.check(p.file)
+                checked.add((number, p.file))
+        finding = _finding(piece, [each.whole(p) for each, p in zip(stored, mine, strict=True)])
+        yield from [finding] if finding else []
 
 
 def _common(stored: Sequence[Stored]) -> Iterator[DifferingPiece]:
@@ -490,58 +473,6 @@ def outliers(found: Comparison) -> tuple[int, ...]:
     return tuple(sorted({run for f in found.findings if f.has_majority(runs) for run in f.differences}))
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """The pieces that one logical rank of a deviating run wrote.
-
-    Attributes:
-        place: coordinates of the rank in the parallel grid.
-        copies: ranks that hold copies of the rank's parameters, which were not stored.
-        pieces: number of pieces that the rank wrote.
-        differing: number of those pieces that differ.
-        elements: number of elements that differ in them.
-        ulp: largest distance in ULP, or None.
-    """
-
-    run: int
-    rank: int
-    place: dict[str, int]
-    copies: tuple[int, ...]
-    pieces: int
-    differing: int
-    elements: int
-    ulp: int | None
-
-
-def ranks(found: Comparison) -> list[RankShare]:
-    """Return one entry for each deviating run and each rank of it that wrote a differing piece, ordered by run.
-
-    Pieces in the part of the checkpoint that is not sharded are ignored.
-    """
-    shares = []
-    for run, stored in enumerate(found.stored):
-        by_rank: dict[int, list[DifferingPiece]] = {}
-        for finding in _sharded(found, run):
-            by_rank.setdefault(_writer(found, run, finding), []).append(finding)
-        wrote = Counter(piece.rank for piece in stored.pieces.values())
-        shares += [_share(found, run, rank, wrote[rank], by_rank[rank]) for rank in sorted(by_rank)]
-    return shares
-
-
-def _share(found: Comparison, run: int, rank: int, pieces: int, mine: Sequence[DifferingPiece]) -> RankShare:
-    differences = [finding.differences[run] for finding in mine]
-    return RankShare(
-        run=run,
-        rank=rank,
-        place=rank_place(found.stored[run].manifest, rank),
-        copies=_copies(found, run, mine),
-        pieces=pieces,
-        differing=len(mine),
-        elements=sum(each.differing for each in differences),
-        ulp=max((each.ulp for each in differences if each.ulp is not None), default=None),
-    )
-
-
 def rank_place(manifest: Manifest, rank: int) -> dict[str, int]:
     """Return the coordinates of a rank in the run that wrote a checkpoint."""
     return coordinates(rank, manifest.layout, _pipeline_first(manifest.run))
@@ -558,7 +489,7 @@ def suspects(found: Comparison, run: int) -> tuple[int, ...]:
     """
     mine = _sharded(found, run)
     own = {_writer(found, run, f) for f in mine if _is_own(found, run, f)}
-    groups = ({_writer(found, run, f), *_copies(found, run, [f])} for f in mine)
+    groups = ({_writer(found, run, f), *_copies(found, run, f)} for f in mine)
     return tuple(sorted(own or set().union(*groups)))
 
 
@@ -570,7 +501,7 @@ def _is_own(found: Comparison, run: int, finding: DifferingPiece) -> bool:
     stored = found.stored[run].manifest.optimizer
     in_memory = stored != "fully_reshardable" and _BUCKET.fullmatch(finding.piece.name) is not None
     generators = subject(finding.piece).kind == "generators"
-    return in_memory or generators or stored in ("replicated", None) or not _copies(found, run, [finding])
+    return in_memory or generators or stored in ("replicated", None) or not _copies(found, run, finding)
 
 
 def _sharded(found: Comparison, run: int) -> list[DifferingPiece]:
@@ -582,11 +513,11 @@ def _writer(found: Comparison, run: int, finding: DifferingPiece) -> int:
     return found.stored[run].pieces.get(finding.piece.key, finding.piece).rank
 
 
-def _copies(found: Comparison, run: int, findings: Sequence[DifferingPiece]) -> tuple[int, ...]:
-    """Return the other ranks that hold what one rank of ``run`` wrote."""
+def _copies(found: Comparison, run: int, finding: DifferingPiece) -> tuple[int, ...]:
+    """Return the other ranks that hold the piece of ``finding`` in ``run``."""
     manifest = found.stored[run].manifest
-    expert = all(".experts." in f.piece.name for f in findings)
-    return tuple(copies(_writer(found, run, findings[0]), manifest.layout, _pipeline_first(manifest.run), expert))
+    expert = ".experts." in finding.piece.name
+    return tuple(copies(_writer(found, run, finding), manifest.layout, _pipeline_first(manifest.run), expert))
 
 
 def _pipeline_first(run: Mapping[str, Any]) -> bool:
@@ -598,12 +529,12 @@ _GATHERED = "fully_reshardable"
 
 
 def as_text(found: Comparison, shown: int) -> str:
-    """Return the verdict, a table of the first ``shown`` subjects that differ, a table of ranks, and notes."""
+    """Return the verdict, a table of the first ``shown`` subjects that differ, and notes."""
     parts = [_headline(found)]
     if found.findings:
-        made, wrote = rows(found), ranks(found)
+        made = rows(found)
         parts = ["\n".join([_headline(found), *_verdict(found, made)]), _rows(found, made, shown)]
-        parts += [_ranks(found, wrote), "\n".join(_where(found, wrote))]
+        parts.append("\n".join(_where(found)))
     parts.append("\n".join(f"note: {note}" for note in found.notes))
     return "\n\n".join(part for part in parts if part)
 
@@ -684,30 +615,21 @@ def _bit(mask: int) -> int | None:
     return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
 
-def _ranks(found: Comparison, wrote: Sequence[RankShare]) -> str:
-    if len(wrote) < 2:
-        return ""
-    head = ("run", "rank", "place", "pieces", "differ", "elements", "ULP")
-    cells = []
-    for s in wrote:
-        numbers = (s.pieces, s.differing, s.elements, "-" if s.ulp is None else s.ulp)
-        cells.append([found.runs[s.run].name, str(s.rank), _shown_place(s.place), *map(str, numbers)])
-    return table(head, cells, right=(1, 3, 4, 5, 6))
-
-
 def _shown_place(place: dict[str, int]) -> str:
     return " ".join(f"{name} {at}" for name, at in place.items())
 
 
-def _where(found: Comparison, wrote: Sequence[RankShare]) -> list[str]:
-    """Return sentences about what the ranks in the tables mean, and how to locate a fault more precisely."""
+def _where(found: Comparison) -> list[str]:
+    """Return sentences about what the ranks in the table mean, and how to locate a fault more precisely."""
     lines = []
-    if copied := [share for share in wrote if share.copies]:
-        one = copied[0]
-        others = ", ".join(map(str, one.copies[:8])) + (", ..." if len(one.copies) > 8 else "")
+    ranks = ((run, finding) for run in range(len(found.runs)) for finding in _sharded(found, run))
+    copied = ((_writer(found, run, one), held) for run, one in ranks if (held := _copies(found, run, one)))
+    if (first := next(copied, None)) is not None:
+        rank, held = first
+        others = ", ".join(map(str, held[:8])) + (", ..." if len(held) > 8 else "")
         lines.append(
-            "The rank in the tables is the rank that wrote the shard. Of parameters that several ranks hold, only one "
-            f"copy is stored (those of rank {one.rank} are also on {others})."
+            "The rank in the table is the rank that wrote the shard. Of parameters that several ranks hold, only one "
+            f"copy is stored (those of rank {rank} are also on {others})."
         )
     if found.stored[0].manifest.optimizer == _GATHERED and found.stored[0].manifest.layout.get("dp", 1) > 1:
         lines.append(
@@ -739,7 +661,6 @@ def as_values(found: Comparison) -> dict[str, Any]:
         "suspects": {names[run]: list(suspects(found, run)) for run in sorted({row.run for row in made})},
         "majority": all(row.majority for row in made) if made else None,
         "differences": [_row_values(names, row) for row in made],
-        "ranks": [{**vars(share), "run": names[share.run]} for share in ranks(found)],
         "notes": found.notes,
     }
 

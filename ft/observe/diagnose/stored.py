@@ -1,14 +1,13 @@
-"""Read the checkpoints that ``ft diagnose compare`` compares, one block at a time, and check what can be compared.
+"""Read the checkpoints that ``ft diagnose compare`` compares, and check what can be compared.
 
 Runs can be compared if they are runs of the same training, at the steps of which all have a checkpoint.
 """
 
 import argparse
+import contextlib
 import io
-import os
 import pickle
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +24,6 @@ from megatron.patches.stored_types import read_metadata, reason
 
 COMMON = "common.pt"
 """The file with the part that is the same on all ranks; rank 0 writes it."""
-
-BLOCK = 1 << 20
-"""Bytes read at a time."""
 
 _METADATA = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
@@ -128,57 +124,6 @@ class Stored:
             )
 
 
-class Blocks:
-    """Reads one checkpoint's pieces once, in the order of its files, and verifies the files' checksums meanwhile."""
-
-    def __init__(self, stored: Stored):
-        self._stored, self._file, self._stream = stored, None, None
-        self._crc, self._at = 0, 0
-        self._checked: set[str] = set()
-
-    def of(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the bytes of ``piece`` in blocks.
-
-        Raises:
-            UserError: a file cannot be read, ends early, or is damaged.
-        """
-        if piece.file != self._file:
-            self.finish()
-            self._open(piece.file)
-        self._at, left = piece.start, piece.length
-        while left:
-            with _named(self._stored.path / piece.file):
-                data = os.pread(self._stream.fileno(), min(left, BLOCK), self._at)
-            if not data:
-                self._stored.check(piece.file)
-                raise UserError(f"{self._stored.path / piece.file} ends within {piece.name}", _RESTORE)
-            self._crc = zlib.crc32(data, self._crc)
-            self._at += len(data)
-            left -= len(data)
-            yield data
-
-    def finish(self) -> None:
-        """Close the current file.
-
-        Raises:
-            UserError: its checksum differs from that in the manifest.
-        """
-        if self._stream is None:
-            return
-        self._stream.close()
-        self._stream, file = None, self._file
-        record = self._stored.manifest.files[file]
-        if file not in self._checked and self._crc != record.crc32:
-            self._stored.check(file)  # verify again: reading the pieces out of order also changes the running checksum
-        self._checked.add(file)
-        self._file = None
-
-    def _open(self, file: str) -> None:
-        with _named(self._stored.path / file):
-            self._stream = open(self._stored.path / file, "rb", buffering=0)  # noqa: SIM115 (closed by finish)
-        self._file, self._crc = file, 0
-
-
 def read(path: Path) -> Stored:
     """Return the checkpoint in folder ``path``.
 
@@ -242,18 +187,13 @@ def _decoded(stored: Stored, file: str, name: str, stream: Any) -> Any:
         raise UserError(f"{stored.path / file}: {name} cannot be read: {reason(error)}", _OTHER_VERSION) from error
 
 
-class _named:
-    """Context manager that turns errors of the operating system into UserErrors about ``path``."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, OSError):
-            raise UserError(f"{error.filename or self._path}: {error.strerror}", _RESTORE) from error
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into UserErrors about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror}", _RESTORE) from error
 
 
 _BESIDE = ("checkpoint", "logging", "fault_tolerance", "evaluation")

@@ -258,14 +258,11 @@ class CheckpointOptions:
     finetune: bool = False
     """Load the weights only and start at step 0."""
 
-    async_save: bool = False
-    """Write checkpoints from a forked process while training goes on."""
-
     dist_ckpt_optim_fully_reshardable: bool = flag(
         True, on="--dist-ckpt-optim-fully-reshardable", off="--no-dist-ckpt-optim-fully-reshardable"
     )
     """Store the distributed optimizer so that it loads into any TP x PP x DP (off: only DP may change, but saving is
-    faster)."""
+    faster, and ft diagnose compare can name the rank of a wrong shard)."""
 
     def __post_init__(self):
         if self.save_interval not in (None, AUTO) and self.save_interval < 1:

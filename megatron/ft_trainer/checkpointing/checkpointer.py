@@ -1,8 +1,9 @@
-"""The checkpointing interface of the trainer: save, finalize, load and close, called by the training loop."""
+"""The checkpointing interface of the trainer: save, load and close, called by the training loop."""
 
 import os
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,21 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
+from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
-from megatron.ft_trainer.checkpointing import commit, content, inventory, optimizer_state, rng
-from megatron.ft_trainer.checkpointing.channel import Channel, Progress
+from megatron.ft_trainer.checkpointing import commit, content, inventory, optimizer_state, rng, save
 from megatron.ft_trainer.checkpointing.content import TrainState
-from megatron.ft_trainer.checkpointing.inventory import Manifest
+from megatron.ft_trainer.checkpointing.inventory import Manifest, bytes_in_words
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
-from megatron.ft_trainer.checkpointing.plan import SavePlanning
-from megatron.ft_trainer.checkpointing.save import Outcome, Saver
-from megatron.ft_trainer.checkpointing.writer import bytes_in_words
+from megatron.ft_trainer.checkpointing.save import Outcome
+
+SLOWEST_WRITE = timedelta(hours=6)
+"""Timeout of the group for checkpoints: a rank that has written its files waits there for the slowest one. A slow disk
+is not a failure, and a dead rank is detected by others, so it is far longer than a write takes."""
 
 
 class Checkpointer:
-    """Saves and loads checkpoints. At most one save is in progress at a time.
+    """Saves and loads checkpoints.
 
     Create it on all ranks after megatron-core's process groups, and call every method on all ranks, in the same order.
 
@@ -34,13 +37,14 @@ class Checkpointer:
         layout: sizes of the parallel dimensions: ``world_size``, ``tp``, ``pp``, ``dp``, ``cp``, ``ep``, ...
         run_info: JSON values about the run to store in a checkpoint: ``model`` (the options that shape the model, with
             ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
-            ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
+            ``fingerprints`` (of ``tokenizer``; compared on loading).
         data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         log: prints a message; called on rank 0.
         observe: writes an event (:mod:`ft.base.events`) with its name and values; called on rank 0.
 
     Attributes:
-        owes_a_save: whether a recovery has abandoned a save, so that the training loop has to save after the next step.
+        owes_a_save: whether a recovery has interrupted a save, so that the training loop has to save after the next
+            step.
         last_outcome: result of the last save that has ended, None before.
 
     Raises:
@@ -59,73 +63,53 @@ class Checkpointer:
     ):
         self._options, self._layout, self._run, self._log, self._observe = options, layout, run_info, log, observe
         self._random_init = data_parallel_random_init
-        self._channel = Channel() if options.save or options.load else None
+        self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE) if options.save or options.load else None
         self._distrusted: set[str] = set()
-        self._under_way: Progress | None = None
         self._kept_step: int | None = None
-        self.owes_a_save = self._is_last = False
+        self.owes_a_save = self._is_saving = False
         self.last_outcome: Outcome | None = None
-        self._saver = self._make_saver(Path(options.save)) if options.save else None
+        self._folder = Path(options.save) if options.save else None
+        if self._folder is not None:
+            from_rank_0(self._take_folder, self._group)
 
-    def save(
-        self,
-        state: TrainState,
-        model: list,
-        optimizer: Any,
-        scheduler: Any,
-        *,
-        is_last: bool = False,
-    ) -> bool:
+    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, *, is_last: bool = False) -> bool:
         """Save the state after ``state.step`` steps.
 
         A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
-        stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
-        save. ``is_last``: the run ends with this step.
+        stay. ``is_last``: the run ends with this step.
 
         Returns:
-            True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
+            True: the checkpoint is complete. False: it failed, or there is no --save.
         """
-        if self._saver is None:
+        if self._folder is None:
             return False
-        self.maybe_finalize(blocking=True)
-        self.owes_a_save, self._is_last = False, is_last
+        self.owes_a_save = False
         if self._kept_step == state.step:
             return True
-        started_at = time.monotonic()
+        self._is_saving = True
         kind = content.optimizer_kind(optimizer, self._options.dist_ckpt_optim_fully_reshardable)
-        state_dict = content.to_save(
-            state,
-            model,
-            optimizer,
-            scheduler,
-            kind=kind,
-            data_parallel_random_init=self._random_init,
-            optimizer_steps=max(self._channel.share(0 if kind is None else optimizer_state.steps(optimizer))),
-            run=self._run,
-            layout=self._layout,
+        outcome = save.save(
+            self._folder,
+            content.to_save(
+                state,
+                model,
+                optimizer,
+                scheduler,
+                kind=kind,
+                data_parallel_random_init=self._random_init,
+                optimizer_steps=max(share(0 if kind is None else optimizer_state.steps(optimizer), self._group)),
+                run=self._run,
+                layout=self._layout,
+            ),
+            self._manifest(state.step, kind),
+            self._group,
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            keep_last=self._options.keep_last,
+            distrusted=self._distrusted,
+            log=self._log,
         )
-        started = self._saver.start(state_dict, self._manifest(state.step, kind), started_at)
-        del state_dict
-        if isinstance(started, Outcome):
-            return self._conclude(started)
-        self._under_way = Progress(started)
-        return self._advance(blocking=not self._options.async_save)
-
-    @property
-    def is_saving(self) -> bool:
-        """Return whether a save is in progress."""
-        return self._under_way is not None
-
-    def maybe_finalize(self, blocking: bool = False) -> None:
-        """Advance a save in progress. Call this method after every step.
-
-        It costs nothing when no save is in progress, and never waits for another rank unless ``blocking``.
-
-        Args:
-            blocking: whether to wait for the end of the save.
-        """
-        if self.is_saving:
-            self._advance(blocking)
+        self._is_saving = False
+        return self._conclude(outcome, is_last)
 
     def unsaved(self, step: int) -> str:
         """Return why the last save, of ``step``, has failed; "" if it has not."""
@@ -155,7 +139,7 @@ class Checkpointer:
             return None
         loader = Loader(
             Path(self._options.load),
-            self._channel,
+            self._group,
             self._options,
             self._run,
             data_parallel_random_init=self._random_init,
@@ -176,68 +160,43 @@ class Checkpointer:
         Raises:
             UserError: rank 0 cannot read the folder.
         """
-        if not self._options.save:
-            return False
-        answer = None
-        if self._channel.rank == 0:
+
+        def look() -> bool:
             try:
-                found = inventory.newest_complete(inventory.scan(Path(self._options.save), may_be_missing=True))
-                answer = {"found": found is not None}
+                return inventory.newest_complete(inventory.scan(self._folder, may_be_missing=True)) is not None
             except OSError as error:
-                answer = {"error": f"--save: {error.filename or self._options.save}: {error.strerror}"}
-        answer = self._channel.broadcast(answer)
-        if "error" in answer:
-            raise UserError(answer["error"], "give a folder that this user can read")
-        return answer["found"]
+                problem = f"--save: {error.filename or self._folder}: {error.strerror}"
+                raise UserError(problem, "give a folder that this user can read") from error
+
+        return self._folder is not None and from_rank_0(look, self._group)
 
     def rejoin(self) -> None:
-        """Abandon a save in progress, and agree again with the other ranks on what is saved. Call it after a recovery.
+        """Agree again with the other ranks on what is saved. Call it after a recovery, on all ranks.
 
-        All ranks have to call it. An abandoned save is repeated at the end of the next step (``owes_a_save``).
+        A save that the recovery has interrupted is repeated at the end of the next step (``owes_a_save``).
         """
-        if self._channel is None:
+        if self._group is None:
             return
-        if self._under_way is not None:
-            self._under_way.abandon()
-            self._under_way, self.owes_a_save = None, True
-        said = self._channel.share([self._kept_step, self.owes_a_save, sorted(self._distrusted)])
+        mine = [self._kept_step, self.owes_a_save or self._is_saving, sorted(self._distrusted)]
+        said, self._is_saving = share(mine, self._group), False
         self._kept_step = max((kept for kept, _, _ in said if kept is not None), default=None)
         self.owes_a_save = any(owes for _, owes, _ in said)
         self._distrusted.update(*(names for _, _, names in said))
-        if self._saver is not None:
-            self._saver.forget_plan()
 
-    def close(self, abort: bool = False) -> None:
-        """Finalize a save in progress, and release the process group.
+    def close(self) -> None:
+        """Release the process group, unless torch.distributed was shut down already."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = self._folder = None
 
-        Args:
-            abort: whether other ranks may be dead: then end the writer, wait for no rank, and leave the partial folder.
-        """
-        if abort:
-            if self._under_way is not None:
-                self._under_way.abandon()
-            self._under_way = self._channel = self._saver = None
-            return
-        self.maybe_finalize(blocking=True)
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = self._saver = None
-
-    def _advance(self, blocking: bool) -> bool:
-        """Advance the save in progress. Return False if it has ended without a checkpoint."""
-        if not self._under_way.advance(blocking):
-            return True
-        ended, self._under_way = self._under_way, None
-        return self._conclude(ended.result)
-
-    def _conclude(self, outcome: Outcome) -> bool:
+    def _conclude(self, outcome: Outcome, is_last: bool) -> bool:
         self.last_outcome = outcome
         if outcome.error is None:
             self._kept_step = outcome.step
-        if self._channel.rank == 0:
+        if dist.get_rank() == 0:
             for note in outcome.notes:
                 self._log(f"checkpoint: {note}")
-            self._log(_message(outcome, self._is_last))
+            self._log(_message(outcome, is_last))
             place = {"step": outcome.step, "folder": str(outcome.folder)}
             if outcome.error is None:
                 self._observe(events.SAVED, **place, bytes=outcome.bytes, seconds=outcome.seconds)
@@ -258,30 +217,12 @@ class Checkpointer:
             run=dict(self._run),
         )
 
-    def _make_saver(self, folder: Path) -> Saver:
-        problem = None
-        if self._channel.rank == 0:
-            try:
-                commit.check_writable(folder)
-                commit.occupy(folder, os.environ)
-            except UserError as error:
-                problem = [error.problem, error.fix]
-        problem = self._channel.broadcast(problem)
-        if problem is not None:
-            raise UserError(*problem)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return Saver(
-            folder,
-            self._channel,
-            SavePlanning(group if dist.get_world_size(group) > 1 else None),
-            in_background=self._options.async_save,
-            keep_last=self._options.keep_last,
-            distrusted=self._distrusted,
-            log=self._log,
-        )
+    def _take_folder(self) -> None:
+        commit.check_writable(self._folder)
+        commit.occupy(self._folder, os.environ)
 
     def _saves_into(self, folder: Path) -> bool:
-        return self._saver is not None and self._saver.folder.resolve() == folder.resolve()
+        return self._folder is not None and self._folder.resolve() == folder.resolve()
 
 
 def _message(outcome: Outcome, is_last: bool) -> str:

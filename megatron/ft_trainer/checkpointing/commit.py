@@ -5,27 +5,37 @@ The file operations at the end are atomic with respect to crashes: each is eithe
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.platform import election, shared_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.ft_trainer.checkpointing import inventory
-from megatron.ft_trainer.checkpointing.inventory import FileRecord, Manifest, checksum, scan
-from megatron.ft_trainer.checkpointing.plan import index_from_json
-from megatron.ft_trainer.checkpointing.writer import explain
+from megatron.ft_trainer.checkpointing.inventory import Manifest, bytes_in_words, scan
 
-_CORE_FILES = (".metadata", "metadata.json")
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "the file is too big"}
+
+
+def explain(error: OSError, path: Path) -> str:
+    """Describe ``error`` in words, with the number of free bytes if a lack of them may be the cause."""
+    what = _FULL.get(error.errno, error.strerror or str(error))
+    text = f"{error.filename or path}: {what}"
+    if error.errno in _FULL:
+        text += f" ({bytes_in_words(free_bytes(path.parent))} free on that file system)"
+    return text
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the number of bytes that an unprivileged user can still write into ``folder``; 0 if unknown."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
 
 
 def check_writable(folder: Path) -> None:
@@ -98,42 +108,21 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
     return partial, inventory.next_serial(scan(folder))
 
 
-def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
+def commit(partial: Path, manifest: Manifest) -> None:
     """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
 
     Args:
-        partial: the folder with the files of all ranks.
-        manifest: the manifest without its files.
-        metadata: metadata of the whole checkpoint, without the locations of the shards.
-        reports: the reports of all ranks' writers, all of them successful.
+        partial: the folder with the files of all ranks, which are on disk.
+        manifest: the manifest.
 
     Raises:
         OSError: a disk operation failed; the partial folder still exists.
     """
-    written = [file for report in reports for file in report["files"]]
-    files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
-    _describe(partial, metadata, written)
-    files |= {name: checksum(partial / name) for name in _CORE_FILES}
-    write_text(partial / inventory.MANIFEST, replace(manifest, files=files).to_json())
+    write_text(partial / inventory.MANIFEST, manifest.to_json())
     fsync_folder(partial)
     target = partial.with_name(inventory.checkpoint_name(manifest.step))
     aside = partial.with_name(inventory.replaced_name(partial.name))
     move_folder(partial, target, aside)
-
-
-def _describe(partial: Path, metadata: Metadata, written: list[dict]) -> None:
-    """Write megatron-core's files about the whole checkpoint."""
-    results = [
-        WriteResult(index_from_json(index), length, _StorageInfo(file["name"], start, length))
-        for file in written
-        for index, start, length in file["parts"]
-        if index is not None
-    ]
-    FileSystemWriter(partial).finish(metadata, [results])
-    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-    for name in _CORE_FILES:
-        with open(partial / name, "rb") as stream:
-            os.fsync(stream.fileno())
 
 
 def track(folder: Path, step: int) -> None:

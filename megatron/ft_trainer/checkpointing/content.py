@@ -44,7 +44,7 @@ class TrainState:
 
 
 def optimizer_kind(optimizer: Any, fully_reshardable: bool) -> str | None:
-    """Return the format in which the state of ``optimizer`` is stored.
+    """Return the format in which the state of core's ``optimizer`` is stored.
 
     Args:
         optimizer: core's optimizer.
@@ -76,9 +76,7 @@ def sharding_metadata(kind: str | None) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     if kind in ("fully_reshardable", "dp_reshardable"):
-        metadata["distrib_optim_sharding_type"] = kind
-    if kind == "fully_reshardable":
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        metadata |= {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": False}
     return metadata
 
 

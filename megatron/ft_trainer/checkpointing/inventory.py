@@ -105,6 +105,15 @@ class Manifest:
             raise ManifestError(f"it lacks a value: {error}") from error
 
 
+def bytes_in_words(count: float) -> str:
+    """Format a number of bytes with a binary unit, for example as "1.5 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def _checksum(body: dict) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":"), default=str).encode())
 

@@ -3,11 +3,12 @@
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ft.base.errors import FallbackError, UserError
@@ -15,9 +16,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
 from megatron.ft_trainer.checkpointing import content, inventory, optimizer_state, rng
-from megatron.ft_trainer.checkpointing.channel import Channel
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.inventory import Entry, Manifest
 from megatron.patches import stored_types
@@ -35,21 +36,17 @@ class LoadReport:
     Args:
         path: the checkpoint's folder.
         step: the checkpoint's step (with --finetune the run starts at 0 nevertheless).
-        layout: sizes of the parallel dimensions of the run that saved the checkpoint.
         rejected: checkpoints that were not usable, one text each: name and problem.
         optimizer: whether optimizer and schedule were loaded.
         rng: ``restored``, ``reseeded`` (the saved states belong to another layout) or ``untouched``.
-        verify_s: seconds for verifying files.
         seconds: seconds in total.
     """
 
     path: Path
     step: int
-    layout: dict[str, Any]
     rejected: list[str] = field(default_factory=list)
     optimizer: bool = False
     rng: str = "untouched"
-    verify_s: float = 0.0
     seconds: float = 0.0
 
 
@@ -58,7 +55,7 @@ class Loader:
 
     Args:
         folder: folder of the checkpoints.
-        channel: exchanges messages with the other ranks.
+        group: a gloo group of all ranks.
         options: checkpoint flags.
         run: as ``run_info`` of :class:`Checkpointer`.
         data_parallel_random_init: as for :class:`Checkpointer`.
@@ -69,7 +66,7 @@ class Loader:
     def __init__(
         self,
         folder: Path,
-        channel: Channel,
+        group: dist.ProcessGroup,
         options: CheckpointOptions,
         run: Mapping[str, Any],
         *,
@@ -77,7 +74,7 @@ class Loader:
         distrusted: set[str],
         log: Callable[[str], None],
     ):
-        self._folder, self._channel, self._options, self._run = folder, channel, options, run
+        self._folder, self._group, self._options, self._run = folder, group, options, run
         self._random_init = data_parallel_random_init
         self._distrusted, self._log = distrusted, log
 
@@ -88,13 +85,11 @@ class Loader:
         if found is None:
             return None
         manifest, report = found
-        if (notice := check_run(report.path, manifest, self._run, self._options.finetune)) is not None:
-            self._say(notice)
-        check_format(report.path, manifest)
+        check_run(report.path, manifest, self._run, self._options.finetune)
         kind = None
         if not self._options.finetune:
             ours = content.optimizer_kind(optimizer, self._options.dist_ckpt_optim_fully_reshardable)
-            kind = check_optimizer(report.path, manifest, ours, _sizes_here())
+            kind = check_optimizer(report.path, manifest, ours)
         shape, _, _ = rng.grid(self._random_init)
         wants_rng = not self._options.finetune and manifest.rng_grid is not None
         with_rng = wants_rng and shape == manifest.rng_grid
@@ -110,7 +105,8 @@ class Loader:
             rng.restore(loaded[rng.KEY])
         elif wants_rng:
             rng.reseed(seed, manifest.step, self._random_init)
-            fits, here = _grid(manifest.rng_grid), _grid(shape)
+            names = "PP", "TP", "DP"
+            fits, here = _grid(manifest.rng_grid, names), _grid(shape, names)
             self._say(f"generator states are for {fits}, not {here}: reseeded from seed and step")
         report.optimizer = kind is not None
         report.rng = "restored" if with_rng else "reseeded" if wants_rng else "untouched"
@@ -124,14 +120,11 @@ class Loader:
         if candidates is None:
             return None
         rejected = [f"{e.name}: {e.problem}" for e in entries if not e.complete and e not in candidates]
-        started = time.monotonic()
         for entry in candidates:
             manifest, bad = self._verified(entry)
             if not bad:
                 self._explain_choice(entry, rejected, tracked)
-                spent = time.monotonic() - started
-                path = self._folder / entry.name
-                return manifest, LoadReport(path, entry.step, manifest.layout, rejected=rejected, verify_s=spent)
+                return manifest, LoadReport(self._folder / entry.name, entry.step, rejected)
             self._distrusted.add(entry.name)
             rejected.append(f"{entry.name}: {'; '.join(bad)}")
         raise NoUsableCheckpoint(
@@ -146,25 +139,26 @@ class Loader:
         Raises:
             UserError: rank 0 cannot read the folder.
         """
-        answer = None
-        if self._channel.rank == 0:
+
+        def look() -> tuple[list[dict], str | None]:
             try:
-                found = [vars(e) for e in inventory.scan(self._folder, may_be_missing=True)]
-                answer = {"entries": found, "tracker": inventory.tracked_step(self._folder)}
-            except NotADirectoryError:
-                answer = {"error": f"--load {self._folder}: it is a file, not a folder"}
+                entries = [vars(e) for e in inventory.scan(self._folder, may_be_missing=True)]
+                return entries, inventory.tracked_step(self._folder)
+            except NotADirectoryError as error:
+                problem = f"--load {self._folder}: it is a file, not a folder"
+                raise UserError(problem, "give a folder that this user can read") from error
             except OSError as error:
-                answer = {"error": f"--load: {error.filename or self._folder}: {error.strerror}"}
-        answer = self._channel.broadcast(answer)
-        if "error" in answer:
-            raise UserError(answer["error"], "give a folder that this user can read")
-        entries = [Entry(**e) for e in answer["entries"]]
-        if not entries and answer["tracker"] is not None:
+                problem = f"--load: {error.filename or self._folder}: {error.strerror}"
+                raise UserError(problem, "give a folder that this user can read") from error
+
+        found, tracked = from_rank_0(look, self._group)
+        entries = [Entry(**e) for e in found]
+        if not entries and tracked is not None:
             raise NoUsableCheckpoint(
-                f"{self._folder / inventory.TRACKER} names step {answer['tracker']}, and there is no checkpoint",
+                f"{self._folder / inventory.TRACKER} names step {tracked}, and there is no checkpoint",
                 "restore the checkpoint, or remove that file to start from random weights",
             )
-        return entries, answer["tracker"]
+        return entries, tracked
 
     def _candidates(self, entries: list[Entry]) -> list[Entry] | None:
         step = self._options.ckpt_step
@@ -190,19 +184,21 @@ class Loader:
 
     def _verified(self, entry: Entry) -> tuple[Manifest | None, list[str]]:
         """Return the checkpoint's manifest, and the problems with its files. All ranks share the work."""
-        text, bad = None, []
         path = self._folder / entry.name
-        if self._channel.rank == 0:
+
+        def read() -> tuple[str | None, str]:
             try:
-                text = inventory.read_manifest(path).to_json()
+                return inventory.read_manifest(path).to_json(), ""
             except (OSError, ValueError) as error:
-                bad = [f"{inventory.MANIFEST}: {error}"]
-        text = self._channel.broadcast(text)
-        manifest = Manifest.from_json(text) if text is not None else None
-        if manifest is not None:
-            names = inventory.share_of(manifest.files, self._channel.size, self._channel.rank)
-            bad = inventory.problems(path, manifest.files, names)
-        return manifest, sorted(line for lines in self._channel.share(bad) for line in lines)
+                return None, f"{inventory.MANIFEST}: {error}"
+
+        text, problem = from_rank_0(read, self._group)
+        if text is None:
+            return None, [problem]
+        manifest = Manifest.from_json(text)
+        names = inventory.share_of(manifest.files, dist.get_world_size(), dist.get_rank())
+        bad = share(inventory.problems(path, manifest.files, names), self._group)
+        return manifest, sorted(line for lines in bad for line in lines)
 
     def _read(self, path: Path, wanted: dict) -> dict:
         """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
@@ -211,7 +207,7 @@ class Loader:
         if "optimizer" in wanted and not optimizer_state.has_moments(each.key for each in stored.values()):
             wanted["optimizer"] = optimizer_state.without_moments(wanted["optimizer"])
             self._say(f"{path.name} was saved before the optimizer's first step: the optimizer begins without moments")
-        different = self._channel.share(tensor_differences(wanted, stored))
+        different = share(tensor_differences(wanted, stored), self._group)
         if any(different):
             lines = dict.fromkeys(line for lines in different for line in lines)
             raise UserError(
@@ -231,7 +227,7 @@ class Loader:
             )
 
     def _say(self, text: str) -> None:
-        if self._channel.rank == 0:
+        if dist.get_rank() == 0:
             self._log(f"checkpoint: {text}")
 
 
@@ -254,16 +250,8 @@ def _types_checked(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def _grid(shape: list[int]) -> str:
-    return sizes_in_words(dict(zip(("pp", "tp", "dp"), shape, strict=False)))
-
-
-def _sizes_here() -> dict[str, int]:
-    return {
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "ep": parallel_state.get_expert_model_parallel_world_size(),
-    }
+def _grid(shape: Iterable[int], names: Sequence[str] = ("PP", "TP", "EP")) -> str:
+    return " x ".join(f"{name}{size}" for name, size in zip(names, shape, strict=False))
 
 
 # The model options that decide which tensors exist, their shapes, or what their values mean.
@@ -291,11 +279,10 @@ SHAPING = (
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
 )
-FORMATS = ("torch_dist", "fully_reshardable", "dp_reshardable", "replicated")
 _SHOWN = 5
 
 
-def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> str | None:
+def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> None:
     """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer.
 
     Args:
@@ -303,9 +290,6 @@ def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: 
         manifest: the checkpoint's manifest.
         run: as ``run_info`` of ``Checkpointer``.
         finetune: value of --finetune.
-
-    Returns:
-        a notice for the user if the checkpoint was trained on other data, otherwise None.
 
     Raises:
         UserError: the model or the tokenizer differs.
@@ -316,38 +300,21 @@ def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: 
             f"{path} is of another model:" + "".join(f"\n    {line}" for line in different),
             "give the options that the checkpoint was saved with, or another --load",
         )
-    there, here = manifest.run.get("fingerprints", {}), run.get("fingerprints", {})
-    differ = [name for name in ("tokenizer", "data") if name in there and name in here and there[name] != here[name]]
-    if "tokenizer" in differ and not finetune:
+    there, here = (each.get("fingerprints", {}).get("tokenizer") for each in (manifest.run, run))
+    if None not in (there, here) and there != here and not finetune:
         raise UserError(
-            f"{path} was trained with tokenizer {there['tokenizer']}, this run has {here['tokenizer']}",
+            f"{path} was trained with tokenizer {there}, this run has {here}",
             "use the same tokenizer, or --finetune to go on with another one on purpose",
         )
-    return f"{path.name} was trained on other data than this run's; sample counts go on" if "data" in differ else None
 
 
-def check_format(path: Path, manifest: Manifest) -> None:
-    """Check that this trainer reads the formats of the checkpoint at ``path`` and of its optimizer state.
-
-    Raises:
-        UserError: it does not.
-    """
-    strange = [f for f in (manifest.ckpt_format, manifest.optimizer or "replicated") if f not in FORMATS]
-    if strange:
-        raise UserError(
-            f"{path} is in the format {strange[0]}, which this trainer does not read",
-            "save it again with the release of this project that wrote it, without --ckpt-format torch",
-        )
-
-
-def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapping[str, int]) -> str | None:
+def check_optimizer(path: Path, manifest: Manifest, ours: str | None) -> str | None:
     """Return the format of the optimizer state at ``path`` (see ``content``); None if this run has no optimizer.
 
     Args:
         path: the checkpoint's folder.
         manifest: the checkpoint's manifest.
         ours: the format in which this run would store its own optimizer state; None: it has no optimizer.
-        here: this run's sizes ``pp``, ``tp`` and ``ep``.
 
     Raises:
         UserError: the checkpoint has no optimizer state, or the state cannot be loaded into this run's optimizer.
@@ -355,27 +322,24 @@ def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapp
     if ours is None:
         return None
     advice = "add --finetune to begin at step 0 with these weights and a fresh optimizer"
-    if manifest.optimizer is None:
-        raise UserError(f"{path} holds no optimizer state", advice)
-    stored = manifest.optimizer
-    if (stored == "replicated") != (ours == "replicated"):
+    if manifest.optimizer is None or (manifest.optimizer == "replicated") != (ours == "replicated"):
+        stored = "no optimizer state" if manifest.optimizer is None else f"a {manifest.optimizer} optimizer state"
         raise UserError(
-            f"{path} holds a {stored} optimizer state, and this run's is {ours}",
-            f"switch --use-distributed-optimizer, or {advice}",
+            f"{path} holds {stored}, and this run's is {ours}", f"switch --use-distributed-optimizer, or {advice}"
         )
+    here = {
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
     there = {name: manifest.layout.get(name, 1) for name in here}
-    if stored == "dp_reshardable" and here != there:
+    if manifest.optimizer == "dp_reshardable" and here != there:
         raise UserError(
-            f"{path} was saved with --no-dist-ckpt-optim-fully-reshardable from {sizes_in_words(there)} "
-            f"and does not load into {sizes_in_words(here)}",
+            f"{path} was saved with --no-dist-ckpt-optim-fully-reshardable from {_grid(there.values())} "
+            f"and does not load into {_grid(here.values())}",
             f"use the old sizes, or {advice}",
         )
-    return stored
-
-
-def sizes_in_words(sizes: Mapping[str, int]) -> str:
-    """Format sizes of parallel dimensions, for example as "PP2 x TP1"."""
-    return " x ".join(f"{name.upper()}{size}" for name, size in sizes.items())
+    return manifest.optimizer
 
 
 def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

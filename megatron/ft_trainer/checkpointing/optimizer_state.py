@@ -146,14 +146,13 @@ def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) ->
     """Load the state of one optimizer: ``common`` is the part that is not sharded, ``tensors`` the sharded part."""
     part.load_state_dict({key: value for key, value in common.items() if key != "param_state"})
     inner = part.optimizer
-    if wraps_torch_optimizer(part):
-        for of_parameter in inner.state.values():
-            of_parameter.pop("step", None)
+    for of_parameter in inner.state.values():
+        of_parameter.pop("step", None)
     if common["param_state_sharding_type"] == "fully_reshardable":
         part.load_parameter_state_from_fully_reshardable(tensors)
     else:
         part.load_parameter_state_from_dp_reshardable(tensors)
-    for group in inner.param_groups if wraps_torch_optimizer(part) else ():
+    for group in inner.param_groups:
         step = float(group.pop("step"))
         for parameter in group["params"]:
             inner.state[parameter]["step"] = torch.tensor(step)

@@ -1,183 +1,201 @@
-"""Performs the save of a checkpoint: plan, write, commit, and remove old checkpoints.
+"""Saves a sharded state dict: megatron-core's sharding and format, torch's writer, checksums, and an atomic commit.
 
-After every phase in which a rank may fail, all ranks exchange their errors, so that the save succeeds or fails on all.
+Core's own writer is not used. In 0.16.1 it forks processes for each file, waits for ever if one of them dies, needs
+psutil without requiring it, spawns a manager process per rank that imports torch again, and reports the cause of a
+failure only on rank 0; in 0.19 the writer is a different one.
 """
 
+import os
 import time
-from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.checkpointing import commit, inventory
-from megatron.ft_trainer.checkpointing.channel import Channel, InThread, Pending
-from megatron.ft_trainer.checkpointing.inventory import Manifest
-from megatron.ft_trainer.checkpointing.plan import SavePlanning
-from megatron.ft_trainer.checkpointing.writer import (
-    ForkedWriter,
-    InlineWriter,
-    Writer,
-    bytes_in_words,
-    explain,
-    free_bytes,
-)
+from megatron.ft_trainer.checkpointing.commit import explain, free_bytes
+from megatron.ft_trainer.checkpointing.inventory import FileRecord, Manifest, bytes_in_words, checksum
+
+_OVERHEAD = 2048
+"""Upper bound in bytes of what ``torch.save`` adds to a tensor's own bytes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a save; the same on all ranks.
+    """The result of a save, the same on all ranks.
 
     Args:
-        step: the step that was to be saved.
+        step: step of the checkpoint.
         folder: folder of the checkpoints.
-        error: why the save failed; None if it succeeded.
-        seconds: duration on rank 0.
-        bytes: size on disk.
-        notes: further messages of rank 0.
+        error: why there is no new checkpoint, or None.
+        bytes: size of all files.
+        seconds: duration of the save.
+        notes: errors that did not prevent the checkpoint.
     """
 
     step: int
     folder: Path
-    error: str | None
-    seconds: float = 0.0
+    error: str | None = None
     bytes: int = 0
+    seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
 
-class Saver:
-    """Saves into one folder.
+class _Writer(dcp.FileSystemWriter):
+    """Torch's writer, which also writes what core has beside the shards, and computes checksums of this rank's files.
+
+    An error of it is a RuntimeError that names the file and its cause: torch sends it to the other ranks.
+
+    Attributes:
+        records: name -> size and checksum of the files that this rank has written.
+    """
+
+    def __init__(self, folder: Path, common: dict):
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self._folder, self._common, self.records = folder, common, {}
+
+    def write_data(self, plan, planner):
+        name = f"__{dist.get_rank()}_0.distcp"
+        try:
+            written = super().write_data(plan, planner)
+            names = [name] if (self._folder / name).exists() else []
+            if dist.get_rank() == 0:
+                name = inventory.COMMON
+                with open(self._folder / name, "wb") as stream:
+                    torch.save(self._common, stream)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                names.append(name)
+            self.records |= {name: checksum(self._folder / name) for name in names}
+        except Exception as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch.save hides what a stream raises
+            raise RuntimeError(
+                explain(cause, self._folder / name)
+                if isinstance(cause, OSError)
+                else f"{self._folder / name}: {type(error).__name__}: {error}"
+            ) from error
+        return written
+
+    def finish(self, metadata, results):
+        super().finish(metadata, results)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+        for name in (".metadata", "metadata.json"):
+            with open(self._folder / name, "rb") as stream:
+                os.fsync(stream.fileno())
+            self.records[name] = checksum(self._folder / name)
+
+
+def save(
+    folder: Path,
+    state_dict: dict,
+    manifest: Manifest,
+    group: dist.ProcessGroup,
+    spread_over: dist.ProcessGroup,
+    *,
+    keep_last: int | None,
+    distrusted: Collection[str],
+    log: Callable[[str], None],
+) -> Outcome:
+    """Save a checkpoint. An error of any rank's disk is part of the outcome, and leaves older checkpoints as they were.
+
+    All ranks have to call it.
 
     Args:
         folder: folder of the checkpoints.
-        channel: exchanges messages with the other ranks.
-        planning: plans what each rank writes.
-        in_background: whether to write in a forked process (--async-save).
+        state_dict: the state to save.
+        manifest: the manifest, except the serial number and the files.
+        group: a gloo group of all ranks.
+        spread_over: data-parallel group over which the writing of replicated tensors is spread.
         keep_last: number of complete checkpoints to keep; None: all.
-        distrusted: names of checkpoints that failed verification; the caller may add names later.
-        log: prints a message.
+        distrusted: names of checkpoints that failed verification.
+        log: prints a message; called on rank 0.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        channel: Channel,
-        planning: SavePlanning,
-        *,
-        in_background: bool,
-        keep_last: int | None,
-        distrusted: Collection[str],
-        log: Callable[[str], None],
-    ):
-        self.folder, self._channel, self._planning = folder, channel, planning
-        self._in_background, self._keep_last, self._distrusted, self._log = in_background, keep_last, distrusted, log
-
-    def start(
-        self, state_dict: dict, manifest: Manifest, started: float
-    ) -> Generator[Pending, None, Outcome] | Outcome:
-        """Capture the state and start to write it; without ``in_background``, write all of it.
-
-        Args:
-            state_dict: the state to save.
-            manifest: the manifest, except the serial number and the files.
-            started: ``time.monotonic()`` at which the save began.
-
-        Returns:
-            A generator that performs the rest of the save (see ``pending``), or the outcome if the save cannot be
-                started. All ranks get the same of the two.
-        """
-        partial, serial, error = self.folder / inventory.partial_name(manifest.step), 0, None
-        if self._channel.rank == 0:
-            try:
-                partial, serial = commit.prepare(self.folder, manifest.step)
-            except OSError as failure:
-                error = explain(failure, partial)
-        plan = self._planning.plan(state_dict, self._channel.group)
-        needs = self._channel.share({"bytes": plan.bytes, "error": error or plan.error})
-        if self._channel.rank == 0:
-            error = _first_error(needs) or self._refusal(sum(need["bytes"] for need in needs))
-            if error is not None:
-                commit.discard(partial)
-        error, name = self._channel.broadcast((error, partial.name))
-        if error is not None:
-            return Outcome(manifest.step, self.folder, error)
-        partial = self.folder / name
-        writer = (ForkedWriter if self._in_background else InlineWriter)(partial, plan.files)
-        return self._ending(writer, partial, replace(manifest, serial=serial), plan.metadata, started)
-
-    def forget_plan(self) -> None:
-        """Drop the plans kept from earlier saves, which is necessary if a rank has joined that has no plan yet."""
-        self._planning.forget()
-
-    def _ending(
-        self, writer: Writer, partial: Path, manifest: Manifest, metadata: Metadata | None, started: float
-    ) -> Generator[Pending, None, Outcome]:
-        try:
-            yield writer
-            reports = yield from self._channel.gathering(writer.report)
-        finally:
-            writer.kill()
-        outcome = None
-        if reports is not None:
-            outcome = yield from self._finishing(partial, manifest, metadata, reports)
-            outcome |= {"seconds": time.monotonic() - started}
-        outcome = yield from self._channel.broadcasting(outcome)
-        return Outcome(manifest.step, self.folder, **{**outcome, "notes": tuple(outcome["notes"])})
-
-    def _finishing(
-        self, partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]
-    ) -> Generator[Pending, None, dict]:
-        """Commit the checkpoint and remove old ones, on rank 0."""
-        if (error := _first_error(reports)) is not None:
+    started = time.monotonic()
+    sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
+    if dist.get_world_size(spread_over) > 1:
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), spread_over)
+        strategy.apply_saving_parallelization(sharded)
+    # of which this rank has the main replica
+    shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
+    needed = sum(share(sum(map(_size, shards)), group))
+    name, serial, error = from_rank_0(lambda: _prepare(folder, manifest.step, needed, log), group)
+    if error is not None:
+        return Outcome(manifest.step, folder, error)
+    partial, by_key = folder / name, {}
+    for shard in shards:
+        by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
+    writer = _Writer(partial, common)
+    try:
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        dcp.save(mcore_to_pyt_state_dict(by_key), storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as failure:  # the same on all ranks
+        if dist.get_rank() == 0:
             commit.discard(partial)
-            return {"error": error, "bytes": 0, "notes": []}
-
-        def finish() -> dict:
-            try:
-                commit.commit(partial, manifest, metadata, reports)
-            except Exception as failure:
-                commit.discard(partial)
-                what = explain(failure, partial) if isinstance(failure, OSError) else repr(failure)
-                return {"error": what, "bytes": 0, "notes": []}
-            size = sum(file["bytes"] for report in reports for file in report["files"])
-            return {"error": None, "bytes": size, "notes": self._after(manifest.step)}
-
-        if not self._in_background:
-            return finish()
-        thread = InThread(finish)
-        yield thread
-        return thread.result
-
-    def _after(self, step: int) -> list[str]:
-        """Write the tracker file and remove old checkpoints, on rank 0, after a commit.
-
-        Return the errors, as texts; the new checkpoint is valid nevertheless.
-        """
-        try:
-            commit.track(self.folder, step)
-            failures = commit.retire(self.folder, self._keep_last, self._distrusted)
-        except Exception as failure:
-            return [explain(failure, self.folder) if isinstance(failure, OSError) else repr(failure)]
-        return [f"could not remove {failure}" for failure in failures]
-
-    def _refusal(self, needed: int) -> str | None:
-        """Return why writing ``needed`` bytes would fail, or None. Only rank 0 calls it."""
-        free = free_bytes(self.folder)
-        about, left = bytes_in_words(needed), bytes_in_words(free)
-        if free < needed:
-            return f"{self.folder}: the disk is too full: about {about} needed, {left} free; nothing was written"
-        if free < 2 * needed:
-            self._log(
-                f"checkpoint: {self.folder} has {left} free, room for this checkpoint of about {about} but not for "
-                "one more"
-            )
-        return None
+        return Outcome(manifest.step, folder, _first_error(failure))
+    written = share({name: asdict(record) for name, record in writer.records.items()}, group)
+    files = {name: FileRecord(**record) for records in written for name, record in records.items()}
+    manifest = replace(manifest, serial=serial, files=files)
+    error, notes = from_rank_0(lambda: _commit(partial, manifest, keep_last, distrusted), group)
+    size = sum(record.bytes for record in files.values())
+    return Outcome(manifest.step, folder, error, size, time.monotonic() - started, tuple(notes))
 
 
-def _first_error(reports: list[dict]) -> str | None:
+def _size(shard: ShardedBase) -> int:
+    is_tensor = isinstance(shard, ShardedTensor) and shard.data is not None
+    return _OVERHEAD + (shard.data.numel() * shard.data.itemsize if is_tensor else 0)
+
+
+def _prepare(folder: Path, step: int, needed: int, log: Callable[[str], None]) -> tuple[str, int, str | None]:
+    """Make the folder to write into, on rank 0. Return (its name, serial number of the checkpoint, error)."""
+    try:
+        partial, serial = commit.prepare(folder, step)
+    except OSError as failure:
+        return "", 0, f"rank 0: {explain(failure, folder)}"
+    free = free_bytes(folder)
+    about, left = bytes_in_words(needed), bytes_in_words(free)
+    if free < needed:
+        commit.discard(partial)
+        problem = f"{folder}: the disk is too full: about {about} needed, {left} free; nothing was written"
+        return "", 0, problem
+    if free < 2 * needed:
+        log(f"checkpoint: {folder} has {left} free, room for this checkpoint of about {about} but not for one more")
+    return partial.name, serial, None
+
+
+def _commit(
+    partial: Path, manifest: Manifest, keep_last: int | None, distrusted: Collection[str]
+) -> tuple[str | None, list[str]]:
+    """Commit the checkpoint, write the tracker file and remove old ones, on rank 0.
+
+    Return (why there is no checkpoint, errors that do not harm it).
+    """
+    try:
+        commit.commit(partial, manifest)
+    except OSError as failure:
+        commit.discard(partial)
+        return explain(failure, partial), []
+    try:
+        commit.track(partial.parent, manifest.step)
+        failures = commit.retire(partial.parent, keep_last, distrusted)
+    except OSError as failure:
+        return None, [explain(failure, partial.parent)]
+    return None, [f"could not remove {failure}" for failure in failures]
+
+
+def _first_error(failure: CheckpointException) -> str:
     """Return the first failed rank's error, with the number of other failed ranks."""
-    failed = [rank for rank, report in enumerate(reports) if report.get("error")]
-    if not failed:
-        return None
-    also = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-    return f"rank {failed[0]}: {reports[failed[0]]['error']}{also}"
+    rank = min(failure.failures)
+    others = len(failure.failures) - 1
+    return f"rank {rank}: {failure.failures[rank][0]}" + (f" (and {others} more ranks failed)" if others else "")
