@@ -36,7 +36,13 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     text = " ".join(page.texts)
     for words in (
         *("each sample trained once", "0 duplicates, 0 gaps", "rebuilding", "catching up", "failure", "rejoin"),
-        *("its leader's connection broke", "80.1 %", "44.4 %", "quorum_formed", "caught_up", "tokens"),
+        *(
+            "its leader's connection broke",
+            "if all replicas waited for each repair",
+            "quorum_formed",
+            "caught_up",
+            "tokens",
+        ),
     ):
         assert words in text, words
     assert "each sample trained once: 332 trained, 0 duplicates, 0 gaps" in said
@@ -63,7 +69,7 @@ def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_
     run.server(events.REPLICA_OFFLINE, replica=1, reason=hostile)
     run.finish()
     said, page = report(tmp_path, capsys)
-    assert "recovered  1 of 1 interruptions inside replicas" in said and "DMR        replica 0: " in said
+    assert "recovered  1 of 1 interruption inside replicas" in said and "DMR        replica 0: " in said
     assert page.tags.count("img") == 1, "the timeline"
     text = " ".join(page.texts)
     for words in ("Recoveries", "Operators executed twice (DMR)", "Other protections", "rebuilt from their neighbours"):

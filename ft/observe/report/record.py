@@ -48,7 +48,7 @@ from ft.systems.hsdp import commits, loader_state
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.loader_state import LoaderState
 
-PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS = 1080.0, 600.0, 180.0, 12
+_PAPER_BETWEEN_S = 1080.0
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,6 @@ def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: fl
     return (between_s - away + (away - stall) * (replicas - lost) / replicas) / between_s
 
 
-def synchronous(between_s: float, repair_s: float) -> float:
-    """Return the effective training time (0 to 1) if all replicas wait until the lost one is repaired."""
-    return (between_s - min(repair_s, between_s)) / between_s
-
-
 @dataclass(frozen=True)
 class Effective:
     """Effective training time of a run, as shares from 0 to 1.
@@ -152,8 +147,6 @@ class Effective:
         repair_s: mean seconds until a lost replica contributed again.
         formula: result of the formula of FT-HSDP, section 6.1, with these figures; None without a repaired failure.
         paper_rate: ``formula`` with a failure every 18 minutes, as in the paper; None without a repaired failure.
-        waiting: effective training time if all replicas wait for each repair, with a failure every 18 minutes and this
-            run's ``repair_s``.
     """
 
     measured: float | None
@@ -164,7 +157,6 @@ class Effective:
     repair_s: float | None = None
     formula: float | None = None
     paper_rate: float | None = None
-    waiting: float | None = None
 
 
 def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
@@ -216,8 +208,7 @@ def _effective(
     return Effective(
         *(measured, wall, failures, between, stall, repair),
         formula=asynchronous(between, repair, stall, replicas, at_once),
-        paper_rate=asynchronous(PAPER_BETWEEN_S, repair, stall, replicas, at_once),
-        waiting=synchronous(PAPER_BETWEEN_S, repair),
+        paper_rate=asynchronous(_PAPER_BETWEEN_S, repair, stall, replicas, at_once),
     )
 
 
