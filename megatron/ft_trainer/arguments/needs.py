@@ -53,7 +53,7 @@ class Need:
 
 
 def needs(options: Any, grid: Layout | None) -> list[Need]:
-    """Return what the options (``megatron.ft_trainer.arguments.Options``) require; ``grid`` is None if it is unknown."""
+    """Return what ``options`` (``megatron.ft_trainer.arguments.Options``) require; ``grid``: None if it is unknown."""
     c = options.core
     switches = {**_OF_SWITCHES, TE: (*_OF_SWITCHES[TE], *(_OF_EXPERTS if c.num_experts else ()))}
     found = [
