@@ -17,7 +17,7 @@ QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0)
 
 
 def names(entries):
-    return [entry.op for entry in entries]
+    return [entry.key for entry in entries]
 
 
 def test_an_operator_waits_while_memory_allows_it_and_the_shortest_is_forced_first():
@@ -133,7 +133,7 @@ def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time()
 
 def _pressed(entries, headroom, longest_us):
     forced, held = [], sum(entry.bytes for entry in entries)
-    holding = sorted((entry for entry in entries if entry.bytes), key=lambda entry: (entry.check_us, entry.op))
+    holding = sorted((entry for entry in entries if entry.bytes), key=lambda entry: (entry.check_us, entry.key))
     while held > headroom and holding:
         entry = holding.pop() if holding[-1].check_us > longest_us else holding.pop(0)
         held -= entry.bytes

@@ -108,11 +108,7 @@ _INTERACTIVE_STEP = "4294967290"
 
 @dataclass(frozen=True)
 class Place:
-    """This node's place among the nodes of the self-test.
-
-    Attributes:
-        node: number of this node, from 0.
-    """
+    """This node's place among the nodes of the self-test; nodes are numbered from 0."""
 
     node: int = 0
     nnodes: int = 1
@@ -127,7 +123,6 @@ class Nodes:
         host: address at which the other nodes reach this one.
         names: names of the nodes, in order; on other nodes than node 0 only this one's.
         address: address of the store, "" with one node.
-        token: the shared secret of the nodes.
     """
 
     def __init__(self, place: Place, run_dir: Path, turn: Callable[[], None]):
@@ -202,11 +197,8 @@ class Nodes:
         self._store.set(f"result/{number}/{self.place.node}", json.dumps(asdict(result)))
 
     def collect(self, number: int, deadline: float) -> list[Result]:
-        """On node 0: return the results of the other nodes; a node that does not answer has failed.
-
-        Args:
-            deadline: monotonic time at which the nodes kill the check's processes.
-        """
+        """On node 0: return the results of the other nodes; a node that does not answer has failed. ``deadline``:
+        monotonic time at which the nodes kill the check's processes."""
         found = []
         for node in range(1, self.place.nnodes):
             key = f"result/{number}/{node}"
@@ -321,10 +313,8 @@ class Executor:
             raise Interrupted(self._signum)
 
     def run(self, check: Check, context: Context, is_cut: bool) -> Result:
-        """Run a check and return its result. Kill its processes when ``context.limit_s`` is over.
-
-        Args:
-            is_cut: whether that limit is what was left of ``--minutes`` instead of the check's own.
+        """Run a check and return its result. Kill its processes when ``context.limit_s`` is over. ``is_cut``: whether
+        that limit is what was left of ``--minutes`` instead of the check's own.
 
         Raises:
             Interrupted: SIGINT or SIGTERM has arrived.
@@ -388,13 +378,8 @@ _RESERVE_S = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a self-test is to do.
-
-    Attributes:
-        planted: names of the checks whose fault is made.
-        run_dir: the folder that the checks may write to, which all nodes share.
-        gpus: largest number of GPUs to use on each node; None: all.
-    """
+    """What a self-test is to do. ``planted``: names of the checks whose fault is made; ``run_dir``: the folder that the
+    checks may write to, which all nodes share; ``gpus``: largest number of GPUs to use on each node; None: all."""
 
     checks: Sequence[Check]
     planted: frozenset[str]

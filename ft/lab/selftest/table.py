@@ -21,11 +21,7 @@ Measured = dict[str, Any]
 
 
 class Failed(Exception):
-    """A check has shown that something does not work.
-
-    Args:
-        fix: what the owner of the cluster can do about it.
-    """
+    """A check has shown that something does not work. ``fix``: what the owner of the cluster can do about it."""
 
     def __init__(self, problem: str, fix: str, measured: Measured | None = None):
         super().__init__(problem)
@@ -69,7 +65,6 @@ class Context:
         planted: whether to make the check's fault, which it then has to find.
         host: address at which the other nodes reach this one.
         store: address of the store in which the nodes of this check meet; "" with one node.
-        token: shared secret of the self-test's processes.
     """
 
     check: str
@@ -111,13 +106,8 @@ class Context:
 
 @dataclass
 class Result:
-    """The outcome of a check on one node, or on all nodes together.
-
-    Attributes:
-        outcome: PASS, FAIL or SKIPPED.
-        fix: what to do about a failure, otherwise "".
-        node: name of the node; "" for all nodes together.
-    """
+    """The outcome (PASS, FAIL or SKIPPED) of a check on one node, or on all nodes together (``node`` is "" then), and
+    what to do about a failure."""
 
     outcome: str
     text: str
@@ -128,10 +118,8 @@ class Result:
 
 
 def together(results: list[Result]) -> Result:
-    """Return one result for the results of all nodes, of which the first is that of node 0.
-
-    It fails if it fails on a node, and is skipped if it is skipped on all nodes.
-    """
+    """Return one result for the results of all nodes, of which the first is that of node 0. It fails if it fails on a
+    node, and is skipped if it is skipped on all nodes."""
     if len(results) == 1:
         return results[0]
     failed = [one for one in results if one.outcome == FAIL]
@@ -289,10 +277,8 @@ _NAMES = [check.name for check in CHECKS]
 
 
 def chosen(names: list[str], flag: str) -> list[Check]:
-    """Return the checks with these names, in the order of ``CHECKS``.
-
-    Args:
-        names: values of ``flag``; each may be several names with commas between them.
+    """Return the checks with the names in the values of ``flag``, each of which may be several with commas between
+    them, in the order of ``CHECKS``.
 
     Raises:
         UserError: there is no check of that name.

@@ -18,13 +18,8 @@ _FIX = "write the file with ft dmr selftest --out"
 
 @dataclass(frozen=True)
 class Unstable:
-    """Contents of a file of non-reproducible operators.
-
-    Attributes:
-        operators: names of the operators.
-        torch: version of torch with which they were found to be non-reproducible.
-        device: device on which they were found to be non-reproducible.
-    """
+    """Contents of a file of non-reproducible operators: their names, and the version of torch and the device with which
+    they were found."""
 
     operators: tuple[str, ...]
     torch: str

@@ -41,8 +41,7 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-    """Return the digests of tensors on one device as int64 [number of tensors, 2]; row i is ``digest(tensors[i],
-    seed)``.
+    """Return the digests of tensors on one device as int64 [number of tensors, 2].
 
     Raises:
         UserError: as ``digest``.

@@ -108,14 +108,8 @@ class _Plan(Struct):
 
 
 class _File:
-    """The JSON object of a file, which users may have edited. A field that is null counts as absent.
-
-    Args:
-        path: a JSON file.
-        fix: what the user can do if the file cannot be used.
-
-    Attributes:
-        values: the object.
+    """The JSON object of a file, which users may have edited. A field that is null counts as absent. ``fix``: what the
+    user can do if the file cannot be used.
 
     Raises:
         UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.
@@ -351,14 +345,8 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two fingerprints: a text with name, planned value and the run's value for each.
-
-    A fingerprint is a mapping of the properties of a run that a plan depends on.
-
-    Args:
-        planned: fingerprint of the run for which the plan was made.
-        run: fingerprint of the run that is to follow the plan.
-    """
+    """Return the differences between the fingerprints of a plan and of a run that is to follow it: a text with name,
+    planned value and the run's value for each."""
     names = [*FINGERPRINT, *sorted((planned.keys() | run.keys()) - set(FINGERPRINT))]
     return [
         f"{name}: planned for {planned.get(name)!r}, the run has {run.get(name)!r}"

@@ -310,13 +310,8 @@ OPAQUE = "opaque"
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """One execution of a call.
-
-    Attributes:
-        value: what it has returned.
-        kept: what it keeps besides, for the backward pass for example.
-        context: the context that it was executed with (:class:`context.Context`); None: it has none.
-    """
+    """One execution of a call: what it has returned, what it keeps besides (for the backward pass for example), and the
+    context that it was executed with (:class:`functions.Context`), if any."""
 
     value: Any
     kept: Any = None
@@ -331,7 +326,6 @@ class OpaqueCalls:
     If one does change, that is a mismatch: the iteration is repeated, and what is changed in it is learnt as well.
 
     Args:
-        engine: the engine of this rank.
         left_out: names of functions that are not reproducible; they are executed once.
         compares: False in a profile, where each call is executed once.
 
@@ -369,11 +363,8 @@ class OpaqueCalls:
         return self._knowledge() != self._told
 
     def share(self, exchange: Callable[[Any], Sequence[Any]]) -> None:
-        """Agree with all ranks on what is known. Collective.
-
-        Args:
-            exchange: gives a value to all ranks, and returns those of all ranks.
-        """
+        """Agree with all ranks on what is known. Collective. ``exchange`` gives a value to all ranks, and returns those
+        of all ranks."""
         self._told = self._knowledge()
         self._agreed = agree(exchange(self._told))
 
@@ -383,17 +374,13 @@ class OpaqueCalls:
     def call(
         self, name: str, run: Callable[[], Executed], roots: Callable[[], Mapping[str, Any]], *, after: bool = False
     ) -> Executed | None:
-        """Execute a call, twice unless it belongs to another one that is.
+        """Execute a call, twice unless it belongs to another one that is. Return the execution that counts, None if
+        there is none.
 
         Args:
-            name: name of the function.
-            run: executes it.
-            roots: returns what it may read or change.
-            after: whether it changes lasting state after other calls. If it is called within one, it is executed
-                when that one is verified, and not at all in the execution that is for comparison only.
-
-        Returns:
-            The execution that counts; None if there is none.
+            roots: returns what the function may read or change.
+            after: whether it changes lasting state after other calls. If it is called within one, it is executed when
+                that one is verified, and not at all in the execution that is for comparison only.
         """
         if after and self._is_scratch:
             return None
@@ -517,14 +504,9 @@ class OpaqueCalls:
         return ours
 
     def _see(self, execution: str, call: "_Call", learnt_from: Mapping[str, torch.Tensor] | None = None) -> "_Seen":
-        """Execute a call once.
-
-        Args:
-            execution: PRIMARY or CHECKER.
-            call: the call.
-            learnt_from: not None: the effects of this execution do not count, so that its communication opens no
-                windows and is not recorded; what differs from these copies afterwards is what the call changes.
-        """
+        """Execute a call once, as PRIMARY or CHECKER. With ``learnt_from``, the effects of this execution do not count,
+        so that its communication opens no windows and is not recorded; what differs from these copies afterwards is
+        what the call changes."""
         engine, mode, changed = self._engine, self._engine.mode, call.notes.changed
         self._is_scratch, engine.is_active = learnt_from is not None, learnt_from is None
         mode.sent = sent = engine.findings.rows()
@@ -550,15 +532,8 @@ class OpaqueCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that is to be verified.
-
-    Attributes:
-        at: its place in the iteration.
-        run: executes it.
-        before: what it can reach, as it is before.
-        notes: what this rank has seen of the function.
-        known: what all ranks have agreed on about the function; None: nothing yet.
-    """
+    """A call that is to be verified: its place in the iteration, what executes it, what it can reach as it is before,
+    what this rank has seen of the function, and what all ranks have agreed on about it (None: nothing yet)."""
 
     at: "OperatorCall"
     run: Callable[[], Executed]
