@@ -66,15 +66,10 @@ class Fault:
         step: step in which it happens, counted from 1, or None. With a phase of a recovery: the fault happens in the
             recovery that interrupts this step, or in the next recovery after it.
         time: seconds from the beginning of training, if ``step`` is None.
-        rank: logical rank that it hits, or None.
         node: node all of whose workers it hits, or None. For kill-control, rank and node are None.
         phase: one of ``PHASES``; only with ``step``.
         seconds: duration in seconds; None for a momentary fault, or for one that never ends.
         factor: for kind slow, the step time with the fault divided by the step time without it.
-        error: for kind exception, one of ``ERRORS``.
-        copies: for kind corrupt-snapshot, which snapshots are hit: one of ``COPIES``.
-        value: for kind corrupt-tensor, how the parameter is changed: one of ``VALUES``.
-        flip: for kind bit-flip, which results are hit and how.
     """
 
     number: int
@@ -123,7 +118,6 @@ class Alarm:
     If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
 
     Args:
-        faults: planned faults that have a ``time``.
         began: wall-clock time in seconds from which their times count.
     """
 
@@ -152,7 +146,6 @@ class FaultTimer:
     """What the injectors of agents and workers share: which faults have happened, and the alarm for those with a time.
 
     Args:
-        mine: the planned faults that this process carries out.
         announce: called before each fault; returns once the fault is recorded. After a SIGKILL nothing could be
             reported.
         fired: numbers of the faults that have happened; a repeated step has no fault the second time.
@@ -244,11 +237,7 @@ def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
 
 
 def missed(run_dir: Path) -> str:
-    """Return one sentence about the planned faults of a run that were not injected, "" if there are none.
-
-    Args:
-        run_dir: directory of a run or of one replica. The agents have left their files of planned faults in it.
-    """
+    """Return one sentence about the planned faults of a run or replica that did not happen, "" if there are none."""
     names, count = [], 0
     for folder in (run_dir, *sorted(run_dir.glob("replica-*"))):
         where = "" if folder == run_dir else f" of {folder.name}"
