@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.faults.flip import Flip
+from ft.net import codec
 
 STEP_PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 """Points of a step at which a fault can happen. between: before any work of the step; reduce: gradient reduction;
@@ -105,11 +106,7 @@ class Fault:
 
     def values(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
-        return {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, _NOTHING)}
-
-
-_NOTHING = object()
-_DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
+        return {f.name: codec.to_json(value) for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 class Alarm:
@@ -194,8 +191,8 @@ def from_json(text: str) -> list[Fault]:
         UserError: the text is not valid.
     """
     try:
-        return [_fault(values) for values in bounded_json.loads(text)]
-    except (ValueError, TypeError) as error:
+        return codec.from_json(list[Fault], bounded_json.loads(text))
+    except (ValueError, codec.BadMessage) as error:
         raise UserError(
             f"this is not a list of planned faults: {error}", "unset FT_FAULTS: ft run writes this file"
         ) from error
@@ -223,11 +220,6 @@ def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
         return from_json(files.read_text(path))
     except OSError as error:
         raise UserError(f"the planned faults cannot be read: {error}", "unset FT_FAULTS: ft run sets it") from error
-
-
-def _fault(values: dict[str, Any]) -> Fault:
-    fault = Fault(**values)
-    return fault if fault.flip is None else replace(fault, flip=Flip(**fault.flip))
 
 
 def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
