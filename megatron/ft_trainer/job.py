@@ -59,15 +59,8 @@ def load(
 ) -> bool:
     """Load the checkpoint to resume from into ``trainee`` and ``state``; return whether there is one.
 
-    All ranks have to call this.
-
-    Args:
-        checkpointer: reads the checkpoint.
-        options: flags of the run.
-        trainee: receives the model's, the optimizer's and the schedule's state.
-        state: receives the position of the run.
-        is_restart: whether this run began earlier: its own newest checkpoint, if it has one, goes before that of its
-            first start, from now on.
+    All ranks have to call this. ``is_restart``: this run began earlier; its own newest checkpoint, if it has one, goes
+    before that of its first start, from now on.
     """
     asked = options.checkpoint
     if is_restart and checkpointer.has_own():

@@ -26,19 +26,10 @@ def make_loaders(
     state: TrainState,
     share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Return loaders of the train, validation and test parts, each at its position in ``state``. All ranks have to call
-    it.
+    """Return loaders of the train, validation and test parts, each at its position in ``state``, on all ranks.
 
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-        tokenizer: tokenizer of the run.
-        chunks: model chunks of this rank.
-        state: consumed samples of each part.
-        share: the part of the training data to read, from its position on; None: all of it.
-
-    Returns:
-        (train, validation, test); None for a part that does not exist, on all ranks.
+    A part that does not exist is None. ``share``: the part of the training data to read, from its position on; None:
+    all.
     """
     readers = [sees_tokens(chunk) for chunk in chunks]
     parts = build_datasets(

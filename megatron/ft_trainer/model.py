@@ -238,12 +238,7 @@ def build_model(
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Return the configuration and the model chunks of this rank, on its device and in the training precision.
 
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-        padded_vocab_size: vocabulary size, padded for tensor parallelism.
-        initialize: as in :func:`build`.
-        ends: whether this stage has embedding and output layer; None: the first and the last stage have.
+    The arguments are those of :func:`build`.
     """
     config = transformer_config(options, layout)
     if ends is not None and ends.embeds and ends.holds_copy and not options.core.untie_embeddings_and_output_weights:

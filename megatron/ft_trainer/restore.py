@@ -147,14 +147,7 @@ def generate(
 
 
 def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Return one sampled token id.
-
-    Args:
-        logits: logits of one position, [vocabulary].
-        temperature: softmax temperature; 0 takes the most likely token.
-        top_k: sample among this many of the most likely tokens; 0: among all.
-        generator: random number generator.
-    """
+    """Return one token id sampled from the ``logits`` of one position, [vocabulary]; see ``generate``."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:

@@ -153,12 +153,7 @@ _NOT_DECIDING = (
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
-    """Return the fingerprint of a run: property -> value.
-
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-    """
+    """Return the fingerprint of a run: property -> value."""
     values, training = options.as_dict()["core"], options.training
     settings = {name: value for name, value in values.items() if name not in _NOT_DECIDING}
     return training_state.fingerprint(

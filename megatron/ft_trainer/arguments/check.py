@@ -1,8 +1,8 @@
 """Check the command-line flags for combinations that cannot work, before any process group is created.
 
-Each ``_check_*`` is a pure function of the options and the parallel layout. It yields (problem, fix) pairs of texts; a
-problem names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
-reported by ``config.transformer_config``.
+Each ``_check_*`` is a pure function of the options and the parallel layout that yields (problem, fix) pairs; a problem
+names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
+reported by ``model.transformer_config``.
 """
 
 from collections.abc import Iterator
@@ -52,17 +52,12 @@ def examine(
 ) -> tuple[Layout | None, list[Problem]]:
     """Check the options as ``check`` does, but return (layout, problems) instead of raising an error.
 
-    If sizes are missing or do not fit ``world_size``, no layout can be computed. The layout is then None, and only the
-    flags that do not depend on it are checked.
+    If sizes are missing or do not fit ``world_size``, the layout is None, and only the flags that do not depend on it
+    are checked.
 
     Args:
-        options: as for ``check``.
-        world_size: as for ``check``.
-        has_te: as for ``check``.
-        replicas: as for ``check``.
         shapes_are_known: whether ``options`` has the final sizes (of the model, the batch, ...); if not, sizes are not
             checked.
-        has_gpu: as for ``check``.
         assumes_machine: whether to assume that the machine has everything that the options require.
     """
     found = list(_check_required(options))

@@ -283,9 +283,6 @@ class LoggingOptions:
     metrics_file: str | None = None
     """Append one JSON object per step: step, loss, grad_norm, lr, consumed_samples, step_time_s, tokens_per_s, ..."""
 
-    log_params_norm: bool = False
-    """Log the norm of the parameters."""
-
     logging_level: int | None = flag(None, on="--logging-level")
     """Level of Python's logging for megatron-core (10 debug ... 40 error). Default: errors only."""
 

@@ -31,11 +31,8 @@ def parts(optimizer: Any) -> list:
 
 
 def allocate(optimizer: Any, kind: type = MegatronOptimizer) -> None:
-    """Allocate the state of torch optimizers that have made no step: moments and step counts of zero.
-
-    Args:
-        optimizer: core's optimizer.
-        kind: class of the parts whose state is allocated.
+    """Allocate the state of those torch optimizers of class ``kind`` that have made no step: moments and counts of
+    zero.
     """
     for part in parts(optimizer):
         if isinstance(part, kind) and wraps_torch_optimizer(part):
@@ -101,12 +98,7 @@ def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
 
 
 def load(optimizer: Any, loaded: Any) -> None:
-    """Load a state into ``optimizer``.
-
-    Args:
-        optimizer: core's optimizer.
-        loaded: the state that core's ``dist_checkpointing.load`` has returned for it.
-    """
+    """Load a state, as core's ``dist_checkpointing.load`` has returned it, into core's ``optimizer``."""
     own = parts(optimizer)
     if not all(wraps_torch_optimizer(part) and isinstance(part, DistributedOptimizer) for part in own):
         optimizer.load_state_dict(loaded)
