@@ -140,7 +140,7 @@ def _cycle(values):
         (lambda values: values["tensors"][0].update(bytes=True), "tensors[0] has bytes = True"),
         (lambda values: values["fingerprint"].pop("torch"), "has no 'torch'"),
         (lambda values: values["memory"]["timeline"][0].update(live=-5), "live = -5"),
-        (lambda values: values["schedule"].update(stages=0), "stages = 0"),
+        (lambda values: values["schedule"].update(stages=0), "no pipeline has Pipeline(stages=0"),
         (lambda values: values["schedule"].update(microbatches=10**12), "has more than 10000000 forwards"),
         (lambda values: values["ops"][3].update(t_us=10**400), "is too large"),
     ],

@@ -90,8 +90,6 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
         *("pretrain_gpt.py", "<b>&", "<script>alert(1)</script>", "epoch_opened", "finished"),
     ):
         assert words in text, words
-    assert page.tags.count("svg") == 1
-    assert (folder / "report.html").read_text().count('class="fault"') == 3
     assert "3 of 3 interruptions" in said
     assert str(folder / "report.html") in said and str(folder / "timeline.png") in said
 

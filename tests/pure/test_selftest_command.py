@@ -9,7 +9,7 @@ import pytest
 from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
-from ft.lab.selftest.session import CheckRow, Place, SelfTestOutcome, as_text, as_values, is_alone_in, srun
+from ft.lab.selftest.session import Place, SelfTestOutcome, as_text, as_values, is_alone_in, srun
 from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Context, Result, chosen, together
 from ft.platform import slurm
 
@@ -105,9 +105,9 @@ def test_a_check_fails_if_it_fails_on_one_node():
 
 def outcome() -> SelfTestOutcome:
     rows = [
-        CheckRow(CHECKS[0], [Result(PASS, "torch 2.13", measured={"torch": "2.13"}, seconds=2.0, node="a")]),
-        CheckRow(CHECKS[1], [Result(FAIL, "cannot be\nwritten", "give --run-dir", seconds=0.2, node="a")]),
-        CheckRow(CHECKS[2], [Result(SKIPPED, "this is one node")]),
+        (CHECKS[0], [Result(PASS, "torch 2.13", measured={"torch": "2.13"}, seconds=2.0, node="a")]),
+        (CHECKS[1], [Result(FAIL, "cannot be\nwritten", "give --run-dir", seconds=0.2, node="a")]),
+        (CHECKS[2], [Result(SKIPPED, "this is one node")]),
     ]
     return SelfTestOutcome(rows, ["a"], "runs/selftest", 2.5)
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
 
 from ft.base import events
 from ft.base.errors import UserError
@@ -24,19 +23,17 @@ from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import protections, ranks, text
-from ft.observe.report.record import Losses, Record, Replica
+from ft.observe.report.record import Record, Replica
 from ft.observe.report.status import health, lost_nodes, lost_sentence
 from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed
-from ft.record.recoveries import PHASES, Recovery
+from ft.record.recoveries import Recovery
 from ft.record.run import EVENTS, replicas
 from ft.show import palette
 from ft.show.html import html, joined
 from ft.show.text import count, percent, seconds, shortened
 
-_MOST_EVENTS, _MOST_HANGS, _MOST_MISMATCHES, _MOST_POINTS = 5000, 5, 200, 2000
-_WIDTH, _HEIGHT = 1180, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 38
+_MOST_EVENTS, _MOST_HANGS, _MOST_MISMATCHES = 5000, 5, 200
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,19 @@ def _recoveries(record: Record) -> Panel | None:
     if not record.recoveries:
         return None if record.has_quorum else Panel("Recoveries", html("p", "Nothing interrupted this run."))
     found = [recovery for _, recovery in record.recoveries]
-    longest = max(sum(r.phases.values()) for r in found)
-    used = [(palette.PHASE[name], name) for name in PHASES if any(name in r.phases for r in found)]
     head = ("#", "what happened", "outcome", "step", "groups", "phases", "total")
-    rows = [_recovery_row(r, longest) for r in found]
+    rows = [_recovery_row(r) for r in found]
     if record.has_quorum:
         head = ("replica", *head)
         rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
-    parts = [html("key", used), html("wide", html("table", head, rows, "recoveries"))]
+    parts = [html("wide", html("table", head, rows, "recoveries"))]
     if not record.has_quorum:
         times = record.only.goodput
         parts.append(html("p", f"Lost to recoveries: {seconds(times.recovering)} of {seconds(times.wall)}."))
     return Panel("Recoveries", joined(*parts))
 
 
-def _recovery_row(recovery: Recovery, longest: float) -> Sequence[str]:
+def _recovery_row(recovery: Recovery) -> Sequence[str]:
     injected = "; ".join(_injected(event) for event in recovery.injected)
     verdict = " - ".join(part for part in (recovery.category, recovery.reason) if part)
     story = [f"injected: {injected}" if injected else "", verdict, seat_changes(recovery), what_differs(recovery)]
@@ -106,7 +101,7 @@ def _recovery_row(recovery: Recovery, longest: float) -> Sequence[str]:
         html("tag", palette.OUTCOME[recovery.outcome], recovery.outcome, attempts),
         html("noted", "-" if recovery.step is None else recovery.step, redone),
         "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}",
-        _phase_bar(recovery, longest),
+        ", ".join(f"{name} {seconds(took)}" for name, took in recovery.phases.items()) or "-",
         seconds(recovery.total),
     )
 
@@ -115,15 +110,6 @@ def _injected(event: Event) -> str:
     where = event.detail.get("where") or event.detail.get("phase")
     inside = f" ({where})" if where else ""
     return f"{event.detail.get('kind', 'fault')}{inside}"
-
-
-def _phase_bar(recovery: Recovery, longest: float) -> str:
-    """Return a bar whose length is relative to the longest recovery, and the phases as text."""
-    if not recovery.phases or longest <= 0:
-        return "-"
-    words = [f"{name} {seconds(took)}" for name, took in recovery.phases.items()]
-    shares = [(took / longest, palette.PHASE[name]) for name, took in recovery.phases.items()]
-    return html("bar", [(title, *share) for title, share in zip(words, shares, strict=True)], ", ".join(words))
 
 
 def _incidents(record: Record) -> Panel | None:
@@ -211,57 +197,9 @@ def _picture(content: bytes, alt: str) -> Markup:
     return html("picture", base64.b64encode(content).decode(), alt)
 
 
-def _loss(record: Record) -> Panel:
-    where = "." if record.has_quorum else " (metrics.jsonl)."
-    curve = loss_curve(record.losses) if record.losses.points else html("p", f"The run has recorded no losses{where}")
-    rebuilt = _of_each("", _rebuilds_of, record)
-    return Panel("Loss", joined(curve, *([rebuilt.content] if rebuilt is not None else [])))
-
-
 def _rebuilds_of(replica: Replica) -> Markup | None:
     made = protections.rebuild_rows(replica)
-    if not made:
-        return None
-    title = "Pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss:"
-    return joined(html("p", title), html("table", protections.REBUILD_HEAD, made))
-
-
-def loss_curve(losses: Losses) -> Markup:
-    """Return the loss as SVG, with a vertical line at each mark; there has to be a point."""
-    points = losses.points
-    points = [*points[: -1 : max(1, len(points) // _MOST_POINTS)], points[-1]]
-    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    ticks = [float(t) for t in MaxNLocator(5).tick_values(min(p[1] for p in points), max(p[1] for p in points))]
-    low, high = ticks[0], ticks[-1]
-
-    def x(at: float) -> float:
-        return _LEFT + (at - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(loss: float) -> float:
-        return _HEIGHT - _BOTTOM - (loss - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    below = [at for at in MaxNLocator(10, integer=True).tick_values(first, last) if first <= at <= last]
-    box = {"width": _WIDTH, "height": _HEIGHT, "left": _LEFT, "top": _TOP}
-    return html(
-        "curve",
-        box={**box, "right": _WIDTH - _RIGHT, "bottom": _HEIGHT - _BOTTOM},
-        across=[(y(tick), f"{tick:g}") for tick in ticks],
-        below=[(x(at), _short(at)) for at in below],
-        over=losses.over,
-        marks=[(x(mark.at), mark) for mark in losses.marks if first <= mark.at <= last],
-        line=" ".join(f"{x(at):.1f},{y(loss):.1f}" for at, loss in points),
-        dot=(x(first), y(points[0][1])) if len(points) == 1 else None,
-        title=f"loss from {losses.over} {first} to {points[-1][0]}",
-        colours=palette,
-    )
-
-
-def _short(value: float) -> str:
-    """Return a short form of a number, such as "20000", "250k", "1.5M" or "30B"."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e5, "k")):
-        if value >= size:
-            return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
-    return f"{value:g}"
+    return html("table", protections.REBUILD_HEAD, made) if made else None
 
 
 def _superseded(record: Record) -> Panel | None:
@@ -361,7 +299,7 @@ _PANELS: tuple[Callable[[Record], Panel | None], ...] = (
     partial(_of_each, "Operators executed twice (DMR)", _corruption_of),
     partial(_of_each, "Other protections", _actions_of),
     _hangs,
-    _loss,
+    partial(_of_each, "Stages rebuilt from their neighbours (CheckFree)", _rebuilds_of),
     _superseded,
 )
 _PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (

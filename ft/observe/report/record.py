@@ -40,7 +40,6 @@ from ft.observe.report.lineage import (
 )
 from ft.observe.report.protections import Corruption, corruption
 from ft.record import run
-from ft.record.block import what_failed
 from ft.record.recoveries import Recovery, recoveries, seats_of
 from ft.record.run import NOT_ENDED, number
 from ft.show import palette
@@ -477,15 +476,10 @@ class Replica(run.Run):
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line across the loss curve.
-
-    Attributes:
-        at: position of the line on the horizontal axis.
-    """
+    """A vertical line across the loss curve; ``at``: its position on the horizontal axis."""
 
     at: float
     colour: str
-    title: str
 
 
 @dataclass(frozen=True)
@@ -680,11 +674,7 @@ def _replica(folder: Path, most: int | None) -> Replica:
 def _losses_of_one(only: Replica) -> Losses:
     """Return the losses over the steps, with a mark at each step that was redone after a recovery."""
     points = [(m["step"], loss) for m in only.metrics if (loss := number(m, "loss")) is not None]
-    marks = [
-        Mark(r.step + 1, palette.OUTCOME[r.outcome], f"recovery {r.number}, step {r.step + 1}: {what_failed(r)}")
-        for r in only.recoveries
-        if r.step is not None
-    ]
+    marks = [Mark(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
     steps = {event.step for event in only.events if event.step is not None}
     return Losses(points, "step", {step: step for step in steps}, marks)
 
@@ -709,7 +699,7 @@ def _losses(record: Record) -> Losses:
         if loss is not None:
             points.append((amount, loss))
     failures = [one for one in record.of_kind(FAILURE) if one.first in at]
-    marks = [Mark(at[f.first], palette.FAULT, f"step {f.first}: {f.reason or 'a failure'}") for f in failures]
+    marks = [Mark(at[f.first], palette.FAULT) for f in failures]
     return Losses(points, "tokens" if knows else "samples", at, marks)
 
 
