@@ -7,7 +7,6 @@ import torch.distributed as dist
 from ft.protection.stack import Stack
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.exits import Exits
@@ -49,7 +48,7 @@ class Job:
 def save(job: Job) -> None:
     """Save a checkpoint."""
     parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
-    is_last = job.ending is not None or job.state.step >= train_steps(job.options.training)
+    is_last = job.ending is not None or job.state.step >= job.options.training.train_iters
     with job.trainee.whole_params():
         job.checkpointer.save(job.state, *parts, is_last=is_last)
 

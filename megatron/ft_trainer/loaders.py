@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.ft_trainer.agreement import alone
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.loader import MicrobatchLoader
@@ -61,13 +60,11 @@ def sees_tokens(chunk: torch.nn.Module) -> bool:
 def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[int, int, int]:
     """Return how many samples the run reads of the train, validation and test parts."""
     t, e = options.training, options.evaluation
-    steps = train_steps(t)
+    steps = t.train_iters
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
     one = e.eval_iters * t.global_batch_size
-    train_samples = t.train_samples or steps * t.global_batch_size
-    if share is not None:
-        train_samples = share.needed(steps, t.global_batch_size)
-    return train_samples, evaluations * one, one
+    trained = steps * t.global_batch_size if share is None else share.needed(steps, t.global_batch_size)
+    return trained, evaluations * one, one
 
 
 def _loader(options: Options, layout: Layout, dataset, consumed: int) -> MicrobatchLoader:

@@ -45,7 +45,7 @@ def load_for_inference(folder: Path) -> Trained:
     options = stored_options(folder) if nvidias is None else options_of_nvidias(nvidias)
     options.core = options.core.on_one_rank()
     options.checkpoint = CheckpointOptions(load=str(folder), finetune=True)
-    options.training.global_batch_size = options.training.rampup_batch_size = None
+    options.training.global_batch_size = None
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
     init_model_parallel(options.core, layout)

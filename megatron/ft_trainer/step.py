@@ -13,7 +13,6 @@ from ft.base.step_clock import CLOCK, DATA
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.ft_trainer.arguments.topics import global_batch_size
 from megatron.ft_trainer.job import Job
 from megatron.ft_trainer.loaders import Loaders
 from megatron.ft_trainer.logging.figures import step_flops
@@ -83,7 +82,7 @@ def _computed(job: Job) -> Update:
 
 
 def _update(job: Job) -> Update:
-    samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
+    samples = job.options.training.global_batch_size
     _zero_gradients(job)
     own = job.protection.share(samples)
     reported = run_schedule(job, job.train_loaders, own, forward_only=False) if own else _give_nothing(job)
@@ -100,7 +99,7 @@ def _catch_up(job: Job) -> Update:
     job.protection.catching_up()
     reported = job.protection.reduce(_give_nothing(job))
     job.protection.caught_up()
-    return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
+    return _apply(job, job.options.training.global_batch_size, reported)
 
 
 def _give_nothing(job: Job) -> list[torch.Tensor]:

@@ -137,14 +137,6 @@ def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
     assert end["step"] == 1
 
 
-def test_training_by_samples_with_a_growing_batch(ranks, corpus, tmp_path):
-    base = runs.BASE.replace("--train-iters 4", "--train-samples 40 --rampup-batch-size 4 4 8")
-    command = f"{base} --data-path {corpus} --metrics-file {tmp_path}/m.jsonl --lr-decay-style cosine"
-    [end, _] = ranks(runs.run, 2, command)
-    assert [s["global_batch_size"] for s in runs.metrics(tmp_path / "m.jsonl")][:2] == [4, 4]
-    assert end["consumed"] <= 40
-
-
 def test_fp16_backs_its_scale_off_and_goes_on(ranks, corpus, tmp_path):
     extra = "--fp16 --initial-loss-scale 3e10 --hysteresis 1 --train-iters 40"
     ranks(runs.run, 2, flags(corpus, tmp_path, "m", extra))

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.show.text import count, table
-from ft.systems.dmr.digest import compare, differing
+from ft.systems.dmr.digest import differing, same
 from ft.systems.dmr.runtime.operators import (
     Call,
     call_of,
@@ -178,7 +178,7 @@ class Probe(TorchDispatchMode):
 
 def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> None:
     finding.runs += 1
-    wrong = [(a, b) for a, b in zip(first, again, strict=True) if not compare(a, b).item()]
+    wrong = [(a, b) for a, b in zip(first, again, strict=True) if not same(a, b)]
     if not wrong:
         return
     finding.differing += 1
@@ -195,10 +195,10 @@ def _deterministically(again: Again, runs: int) -> str:
     try:
         with _deterministic_algorithms():
             first = again()
-            same = all(compare(a, b).item() for _ in range(runs) for a, b in zip(first, again(), strict=True))
+            alike = all(same(a, b) for _ in range(runs) for a, b in zip(first, again(), strict=True))
     except RuntimeError as error:
         return NOT_TRIED if _CUBLAS in str(error) else REFUSED
-    return STABLE if same else UNSTABLE
+    return STABLE if alike else UNSTABLE
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ class Outcome:
     def names(self) -> Unstable:
         """Return the list of unstable operators that a run with DMR reads."""
         operators = dict.fromkeys(one.kind.operator for one in self.unstable)
-        return Unstable(tuple(operators), self.torch, self.device)
+        return Unstable(tuple(operators), str(self.torch), self.device)
 
 
 def as_text(outcome: Outcome) -> str:

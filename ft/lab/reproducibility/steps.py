@@ -75,9 +75,7 @@ def alone(options: Options, layers: int = 0) -> Options:
         training=replace(
             training,
             global_batch_size=2 * (training.micro_batch_size or 1),
-            rampup_batch_size=None,
             train_iters=STEPS,
-            train_samples=None,
         ),
         tokenizer=_null_tokenizer(options),
         data=DataOptions(

@@ -35,51 +35,39 @@ _HEAD = ("check", "result", "time", "found")
 
 
 @dataclass(frozen=True)
-class CheckRow:
-    """A check with its results."""
-
-    check: Check
-    results: Sequence[Result]
-
-    @property
-    def result(self) -> Result:
-        return together(list(self.results))
-
-
-@dataclass(frozen=True)
 class SelfTestOutcome:
-    """The outcome of a self-test."""
+    """The outcome of a self-test: each check with its results on all nodes."""
 
-    rows: Sequence[CheckRow]
+    rows: Sequence[tuple[Check, Sequence[Result]]]
     nodes: Sequence[str]
     folder: str
     seconds: float
 
     @property
+    def together(self) -> list[tuple[Check, Result]]:
+        """Return each check with its result on all nodes together."""
+        return [(check, together(results)) for check, results in self.rows]
+
+    @property
     def passed(self) -> bool:
         """Return whether no check has failed."""
-        return all(row.result.outcome != FAIL for row in self.rows)
+        return all(result.outcome != FAIL for _, result in self.together)
 
 
 def as_text(outcome: SelfTestOutcome) -> str:
     """Return the table, what to do about each failure, and a summary."""
+    rows = outcome.together
     cells = [
-        (
-            row.check.name,
-            row.result.outcome,
-            seconds(row.result.seconds) if row.result.seconds else "-",
-            row.result.text,
-        )
-        for row in outcome.rows
+        (check.name, one.outcome, seconds(one.seconds) if one.seconds else "-", " ".join(one.text.split()))
+        for check, one in rows
     ]
-    lines = [table(_HEAD, [tuple(" ".join(cell.split()) for cell in line) for line in cells], right=(2,)), ""]
-    for row in outcome.rows:
-        if row.result.outcome == FAIL:
-            lines += [f"{row.check.name} shows: {row.check.shows}", f"  what to do: {row.result.fix}"]
-    numbers = Counter(row.result.outcome for row in outcome.rows)
-    said = ", ".join(
-        f"{numbers[kind]} {word}" for kind, word in ((PASS, "passed"), (FAIL, "failed"), (SKIPPED, "skipped"))
-    )
+    lines = [table(_HEAD, cells, right=(2,)), ""]
+    for check, one in rows:
+        if one.outcome == FAIL:
+            lines += [f"{check.name} shows: {check.shows}", f"  what to do: {one.fix}"]
+    numbers = Counter(one.outcome for _, one in rows)
+    kinds = ((PASS, "passed"), (FAIL, "failed"), (SKIPPED, "skipped"))
+    said = ", ".join(f"{numbers[kind]} {word}" for kind, word in kinds)
     where = count(len(outcome.nodes), "node")
     return "\n".join([*lines, f"{said}; {where}, {seconds(outcome.seconds)}; logs: {outcome.folder}"])
 
@@ -92,13 +80,13 @@ def as_values(outcome: SelfTestOutcome) -> dict[str, Any]:
         "nodes": list(outcome.nodes),
         "seconds": round(outcome.seconds, 3),
         "folder": outcome.folder,
-        "checks": [_values(row) for row in outcome.rows],
+        "checks": [_values(*row) for row in outcome.rows],
     }
 
 
-def _values(row: CheckRow) -> dict[str, Any]:
-    values = {"name": row.check.name, "shows": row.check.shows, **asdict(row.result)}
-    return {**values, "node": None, "fix": row.result.fix or None, "nodes": [asdict(one) for one in row.results]}
+def _values(check: Check, results: Sequence[Result]) -> dict[str, Any]:
+    values = {"name": check.name, "shows": check.shows, **asdict(one := together(results))}
+    return {**values, "node": None, "fix": one.fix or None, "nodes": [asdict(one) for one in results]}
 
 
 _ASK_S, _JOIN_S, _GRACE_S, _STORE_S = 0.1, 120.0, 20.0, 60.0
@@ -417,7 +405,7 @@ class SelfTest:
                 results = [self._run(check, limit, is_cut), *self._nodes.collect(number, deadline)]
             else:
                 self._nodes.announce(number, SKIPPED, 0.0, True)
-            rows.append(CheckRow(check, results))
+            rows.append((check, results))
         self._nodes.announce(len(self._plan.checks), "", 0.0, False)
         self._nodes.close()
         _progress("")

@@ -116,9 +116,6 @@ def to_save(
     contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
     contents |= model_shards(model, metadata)
     if kind is not None:
-        # Core cannot save a distributed optimizer before its first step. Of other optimizers it would save the moments
-        # without their step count, because that is zero, and could not load them.
-        optimizer_state.allocate(optimizer, DistributedOptimizer)
         with optimizer_state.counted_alike(optimizer, optimizer_steps):
             contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
     if scheduler is not None:

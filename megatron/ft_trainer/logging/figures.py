@@ -11,7 +11,6 @@ from megatron import patches
 from megatron.core import parallel_state
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import CoreOptions
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.model import params_dtype, uses_te
 
 
@@ -28,7 +27,7 @@ def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer
         f"{parameters / 1e6:.2f} M parameters, {str(params_dtype(options)).removeprefix('torch.')}",
         "tokenizer": f"{type(tokenizer).__name__}, vocabulary {tokenizer.vocab_size}",
         "batch": f"{t.global_batch_size} samples of {options.data.seq_length} tokens, micro batch {t.micro_batch_size}",
-        "length": f"{train_steps(t)} steps",
+        "length": f"{t.train_iters} steps",
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
