@@ -8,7 +8,7 @@ import time
 from ft.base.errors import UserError
 from ft.base.files import replace_all
 from ft.observe.report.record import load
-from ft.observe.report.status import as_text, as_values, now
+from ft.observe.report.status import as_text, now
 from ft.show.text import steer
 
 NOT_CLEAN = 1
@@ -46,13 +46,13 @@ def run_status(arguments: argparse.Namespace) -> int:
     try:
         while True:
             found, folder = now(arguments.folder)
-            text = json.dumps(as_values(found)) if arguments.json else as_text(found, folder)
+            text = json.dumps(found) if arguments.json else as_text(found, folder)
             if arguments.watch and sys.stdout.isatty():
                 steer(sys.stdout, _CLEAR)
             print(text, flush=True)
-            if found.gone:
+            if found["gone"]:
                 return 1
-            if not arguments.watch or found.ended:
+            if not arguments.watch or found["ended"]:
                 return 0
             time.sleep(_WATCH_S)
     except KeyboardInterrupt:

@@ -2,18 +2,16 @@
 
 ``ft run --inject`` takes its kinds from this table, the tests iterate over its rows, ``ft faults`` prints it, and the
 page ``docs/what_happens_when.md`` is generated from it. A row says what the injection of a fault does, what a person
-who watches the run sees, how the control plane detects the fault, and what the outcome is. Detections are calls of the
-failure policy ``ft.faults.verdict``.
+who watches the run sees, how the control plane detects the fault, and what the outcome is. Detections are answers of
+the failure policy ``ft.faults.verdict``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from ft.base.quantities import seconds
 from ft.faults import verdict
 from ft.faults.faults import Fault
-from ft.faults.verdict import HOST, NETWORK, SOFTWARE, TRANSIENT, USER, Verdict
+from ft.faults.verdict import Verdict
 
 HARMLESS, IN_PLACE, REPLACED, RESTARTED = "harmless", "recovered in place", "replaced", "warm restart"
 STOPPED, UNNOTICED = "stopped with a message", "not noticed"
@@ -41,32 +39,13 @@ ROOT, GPU, DMR = "root", "gpu", "dmr"
 
 
 @dataclass(frozen=True)
-class Sign:
-    """The observation by which a kind of fault is detected.
-
-    Attributes:
-        category: category that the failure policy assigns.
-        signal: name of the observation, one or two words.
-        judge: returns the verdict of ``ft.faults.verdict`` on this observation. A test compares it with the two other
-            attributes, so that a change of the policy shows as a difference.
-        seldom: names of other observations of the same category that the same fault can lead to.
-    """
-
-    category: str
-    signal: str
-    judge: Callable[[], Verdict]
-    seldom: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Row:
     """One kind of fault, or one variant of a kind that has another outcome than its other variants.
 
     Attributes:
-        kind: name in ``--inject``.
         outcome: key of ``MEANING``: the result if nothing else fails.
-        seen: what a person who watches the run sees.
-        sign: how the control plane detects it, or None if it detects nothing.
+        sign: what the failure policy says when the control plane detects it, or None if it detects nothing.
+        seldom: other signals of the same category that the same fault can lead to.
         answer: what the system does in addition to the meaning of the outcome.
         how: keys of ``--inject`` that select this variant, "key=value[:key=value]".
         where: where it is injected (WORKER, AGENT, ...).
@@ -77,11 +56,12 @@ class Row:
     does: str
     outcome: str
     seen: str
-    sign: Sign | None = None
+    sign: Verdict | None = None
     answer: str = ""
     how: str = ""
     where: str = WORKER
     needs: str = ""
+    seldom: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -93,18 +73,13 @@ class Row:
         return f"{self.kind}@{when}" + (f":{self.how}" if self.how else "")
 
 
-def error(*kinds: str, says: str = "") -> Callable[[], Verdict]:
+def error(*kinds: str, says: str = "") -> Verdict:
     """Return the classification of an exception whose class and base classes have the names ``kinds``."""
-    return partial(verdict.of_error, list(kinds), says)
+    return verdict.of_error(kinds, says)
 
 
-def ended(code: int) -> Callable[[], Verdict]:
-    """Return the classification of the end of a process with exit code ``code`` (-N: killed by signal N)."""
-    return partial(verdict.of_exit, code)
-
-
-LOST = partial(verdict.of_lost_agent, "n1", "nothing was heard of its agent")
-"""Classification of a lost node."""
+ended = verdict.of_exit
+LOST = verdict.of_lost_agent("n1", "nothing was heard of its agent")
 SILENT = "no heartbeat for"
 """Beginning of the message about missing heartbeats."""
 
@@ -116,21 +91,21 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "SIGKILL for a worker, as the kernel's out-of-memory killer sends it",
             outcome=REPLACED,
             seen="killed by SIGKILL",
-            sign=Sign(HOST, "SIGKILL", ended(-9)),
+            sign=ended(-9),
         ),
         Row(
             "segfault",
             "a worker reads through a null pointer (SIGSEGV)",
             outcome=REPLACED,
             seen="killed by SIGSEGV, and the stack of each of its threads in its log",
-            sign=Sign(HOST, "SIGSEGV", ended(-11)),
+            sign=ended(-11),
         ),
         Row(
             "exit",
             "a worker ends with exit code 1 without a message",
             outcome=RESTARTED,
             seen="exited with code 1, with the last lines of its log",
-            sign=Sign(SOFTWARE, "exit 1", ended(1)),
+            sign=ended(1),
         ),
         Row(
             "terminate",
@@ -145,7 +120,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "SIGSTOP for a worker",
             outcome=REPLACED,
             seen=f"{SILENT} 0.3 s, its process is stopped",
-            sign=Sign(HOST, "hang", partial(verdict.of_silence, 0.3, "T")),
+            sign=verdict.of_silence(0.3, "T"),
         ),
         Row(
             "gil",
@@ -155,7 +130,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "log has the stacks of its threads",
             answer="A garbage collection, an import or a compilation holds the lock as well, and ends. If no other "
             "worker waits, and in a worker's first step, the limit is 30 s.",
-            sign=Sign(HOST, "stall", partial(verdict.of_stall, "step 7 without heartbeats", 10.1, 10.0)),
+            sign=verdict.of_stall("step 7 without heartbeats", 10.1, 10.0),
         ),
         Row(
             "stall",
@@ -163,7 +138,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=REPLACED,
             seen="in a step for 10 s while others wait for it (limit: 10 s and three steps)",
             answer="In a worker's first step, which may compile, the limit is 300 s.",
-            sign=Sign(HOST, "stall", partial(verdict.of_stall, "step 7", 10.1, 10.0)),
+            sign=verdict.of_stall("step 7", 10.1, 10.0),
         ),
         Row(
             "slow",
@@ -182,16 +157,14 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=REPLACED,
             seen="MemoryError, or torch's: Cannot allocate memory",
             answer="The limit belongs to the process; the worker that replaces it has a new limit.",
-            sign=Sign(HOST, "exception", error("MemoryError", "Exception")),
+            sign=error("MemoryError", "Exception"),
         ),
         Row(
             "out-of-files",
             "a worker has no file descriptor left",
             outcome=REPLACED,
             seen="OSError: Too many open files",
-            sign=Sign(
-                HOST, "exception", error("OSError", "Exception", says="[Errno 24] Too many open files: '/dev/null'")
-            ),
+            sign=error("OSError", "Exception", says="[Errno 24] Too many open files: '/dev/null'"),
         ),
         Row(
             "disk-full",
@@ -209,7 +182,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="OSError: Input/output error",
             answer="The node counts as suspect: standbys of other nodes are preferred, and no new worker is started "
             "there while there is another node.",
-            sign=Sign(NETWORK, "exception", error("OSError", "Exception", says="[Errno 5] Input/output error")),
+            sign=error("OSError", "Exception", says="[Errno 5] Input/output error"),
         ),
         Row(
             "lose-device",
@@ -217,11 +190,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=REPLACED,
             seen="RuntimeError: CUDA error: no CUDA-capable device is detected",
             answer="The node counts as suspect.",
-            sign=Sign(
-                HOST,
-                "exception",
-                error("RuntimeError", "Exception", says="CUDA error: no CUDA-capable device is detected"),
-            ),
+            sign=error("RuntimeError", "Exception", says="CUDA error: no CUDA-capable device is detected"),
         ),
         Row(
             "cuda-fault",
@@ -229,11 +198,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=RESTARTED,
             seen="AcceleratorError: CUDA error: device-side assert triggered",
             answer="The same input would trigger the same assertion on any device, so no standby is used.",
-            sign=Sign(
-                SOFTWARE,
-                "exception",
-                error("AcceleratorError", "RuntimeError", says="CUDA error: device-side assert triggered"),
-            ),
+            sign=error("AcceleratorError", "RuntimeError", says="CUDA error: device-side assert triggered"),
             needs=GPU,
         ),
     ),
@@ -245,7 +210,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=IN_PLACE,
             seen="RecoverableError with its text",
             answer="The third time within a minute, or within ten steps, the worker is replaced.",
-            sign=Sign(TRANSIENT, "exception", error("RecoverableError", "FtError", "Exception")),
+            sign=error("RecoverableError", "FtError", "Exception"),
         ),
         Row(
             "exception",
@@ -254,7 +219,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=IN_PLACE,
             seen="TimeoutError with its text",
             answer="As for any transient fault, the worker is replaced the third time.",
-            sign=Sign(TRANSIENT, "exception", error("TimeoutError", "OSError", "Exception")),
+            sign=error("TimeoutError", "OSError", "Exception"),
         ),
         Row(
             "exception",
@@ -263,7 +228,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=REPLACED,
             seen="ReplaceNodeError with its text",
             answer="The node counts as suspect.",
-            sign=Sign(HOST, "exception", error("ReplaceNodeError", "FtError", "Exception")),
+            sign=error("ReplaceNodeError", "FtError", "Exception"),
         ),
         Row(
             "exception",
@@ -273,7 +238,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="the exception, with its trace in the worker's log",
             answer="If the same error occurs again at the same step, the run ends, because a restart would lead to "
             "it again.",
-            sign=Sign(SOFTWARE, "exception", error("RuntimeError", "Exception", says="a bug")),
+            sign=error("RuntimeError", "Exception", says="a bug"),
         ),
         Row(
             "exception",
@@ -281,7 +246,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             how="error=user",
             outcome=STOPPED,
             seen="the problem and how to fix it; exit code 2",
-            sign=Sign(USER, "exception", error("UserError", "FtError", "Exception", says="no")),
+            sign=error("UserError", "FtError", "Exception", says="no"),
         ),
     ),
     "Data in memory": (
@@ -293,9 +258,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="NonFiniteLossError: the loss of a microbatch is nan",
             answer="Snapshots in memory may contain the NaN, so all state is loaded from the checkpoint. If the "
             "checkpoint contains it, too, it recurs at the same step and ends the run.",
-            sign=Sign(
-                SOFTWARE, "exception", error("NonFiniteLossError", "FtError", says="the loss of a microbatch is nan")
-            ),
+            sign=error("NonFiniteLossError", "FtError", says="the loss of a microbatch is nan"),
         ),
         Row(
             "corrupt-tensor",
@@ -329,7 +292,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=REPLACED,
             seen="DMR: rank N is suspected of computing wrongly",
             answer="The worker is replaced after --ft-dmr-retries further attempts; the node counts as suspect.",
-            sign=Sign(HOST, "exception", error("SuspectError", "ReplaceNodeError", "FtError", "Exception")),
+            sign=error("SuspectError", "ReplaceNodeError", "FtError", "Exception"),
             needs=DMR,
         ),
         Row(
@@ -340,7 +303,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="DMR: rank N is suspected of computing wrongly",
             answer="Where the bit happens to be right, nothing differs. Otherwise the outcome is that of repeated "
             "flips.",
-            sign=Sign(HOST, "exception", error("SuspectError", "ReplaceNodeError", "FtError", "Exception")),
+            sign=error("SuspectError", "ReplaceNodeError", "FtError", "Exception"),
             needs=DMR,
         ),
         Row(
@@ -382,7 +345,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="the group that lost a connection, and that no process has died",
             answer="If gloo does not notice the loss, all workers wait, which is detected after 15 s. The third time "
             "within a minute, or within ten steps, the worker is replaced.",
-            sign=Sign(TRANSIENT, "connection", partial(verdict.of_suspicion, "dp", "Connection closed by peer")),
+            sign=verdict.of_suspicion("dp", "Connection closed by peer"),
         ),
         Row(
             "out-of-step",
@@ -392,7 +355,8 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             "SIGSEGV: Python writes the stacks of all threads then, and fails if one of them moves on",
             answer="No step is committed while ranks disagree, so wrong results are discarded. Operations of equal "
             "size do not fail but block: they are recovered in place after 15 s.",
-            sign=Sign(HOST, "SIGABRT", ended(-6), seldom=("SIGSEGV",)),
+            sign=ended(-6),
+            seldom=("SIGSEGV",),
         ),
         Row(
             "lose-frame",
@@ -490,7 +454,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="node n1 is lost, and each of its workers that a standby replaces",
             answer="The run needs as many standbys as the node had workers. No state is lost if peers on other nodes "
             "hold copies of it.",
-            sign=Sign(HOST, "node lost", LOST),
+            sign=LOST,
         ),
         Row(
             "kill-agent",
@@ -499,7 +463,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             where=AGENT,
             outcome=REPLACED,
             seen="node n1 is lost, and each of its workers that a standby replaces",
-            sign=Sign(HOST, "node lost", LOST),
+            sign=LOST,
         ),
         Row(
             "partition",
@@ -508,7 +472,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             where=NETWORK_OF_NODE,
             outcome=REPLACED,
             seen="node n1 is lost: nothing was heard of its agent for 3 s",
-            sign=Sign(HOST, "node lost", LOST),
+            sign=LOST,
             needs=ROOT,
         ),
         Row(
@@ -528,7 +492,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             outcome=STOPPED,
             seen="each setting that differs, with both values; exit code 2",
             answer="Workers report their settings before they get a logical rank; no step is trained.",
-            sign=Sign(USER, "drift", partial(verdict.of_drift, ["--lr: 0.01 here, 0.02 there"])),
+            sign=verdict.of_drift(["--lr: 0.01 here, 0.02 there"]),
         ),
     ),
 }

@@ -84,11 +84,7 @@ class Exits:
 def reason_to_exit(options: TrainingOptions, step: int, signum: int, time_is_up: bool) -> str | None:
     """Return the reason to end the run after ``step``, or None.
 
-    Args:
-        options: exit flags.
-        step: number of the step.
-        signum: the exit signal that some rank has received, 0 if none has.
-        time_is_up: whether some rank has exceeded --exit-duration-in-mins.
+    ``signum``: the exit signal that some rank has received, 0 if none has; ``time_is_up``: on some rank.
     """
     if signum:
         return f"{signal.Signals(signum).name} received"

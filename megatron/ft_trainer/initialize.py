@@ -45,11 +45,8 @@ def init_process_group(options: CoreOptions, launch: Launch) -> None:
 def init_model_parallel(options: CoreOptions, layout: Layout, *, replicates_ends: bool = False) -> None:
     """Make megatron-core's process groups for ``layout``.
 
-    Args:
-        options: flags of the parallel dimensions.
-        layout: sizes of the parallel dimensions.
-        replicates_ends: whether (with CheckFree+) the first two stages have the embedding and the last two the output
-            layer, so that the embedding group of megatron-core contains these four stages.
+    ``replicates_ends``: with CheckFree+ the first two stages have the embedding and the last two the output layer, so
+    that the embedding group of megatron-core contains these four stages.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

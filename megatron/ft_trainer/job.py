@@ -7,7 +7,6 @@ import torch.distributed as dist
 from ft.protection.stack import Stack
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.exits import Exits
@@ -49,7 +48,7 @@ class Job:
 def save(job: Job) -> None:
     """Save a checkpoint."""
     parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
-    is_last = job.ending is not None or job.state.step >= train_steps(job.options.training)
+    is_last = job.ending is not None or job.state.step >= job.options.training.train_iters
     with job.trainee.whole_params():
         job.checkpointer.save(job.state, *parts, is_last=is_last)
 
@@ -59,15 +58,8 @@ def load(
 ) -> bool:
     """Load the checkpoint to resume from into ``trainee`` and ``state``; return whether there is one.
 
-    All ranks have to call this.
-
-    Args:
-        checkpointer: reads the checkpoint.
-        options: flags of the run.
-        trainee: receives the model's, the optimizer's and the schedule's state.
-        state: receives the position of the run.
-        is_restart: whether this run began earlier: its own newest checkpoint, if it has one, goes before that of its
-            first start, from now on.
+    All ranks have to call this. ``is_restart``: this run began earlier; its own newest checkpoint, if it has one, goes
+    before that of its first start, from now on.
     """
     asked = options.checkpoint
     if is_restart and checkpointer.has_own():

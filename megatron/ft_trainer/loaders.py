@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.ft_trainer.agreement import alone
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.loader import MicrobatchLoader
@@ -26,19 +25,10 @@ def make_loaders(
     state: TrainState,
     share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Return loaders of the train, validation and test parts, each at its position in ``state``. All ranks have to call
-    it.
+    """Return loaders of the train, validation and test parts, each at its position in ``state``, on all ranks.
 
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-        tokenizer: tokenizer of the run.
-        chunks: model chunks of this rank.
-        state: consumed samples of each part.
-        share: the part of the training data to read, from its position on; None: all of it.
-
-    Returns:
-        (train, validation, test); None for a part that does not exist, on all ranks.
+    A part that does not exist is None. ``share``: the part of the training data to read, from its position on; None:
+    all.
     """
     readers = [sees_tokens(chunk) for chunk in chunks]
     parts = build_datasets(
@@ -70,13 +60,11 @@ def sees_tokens(chunk: torch.nn.Module) -> bool:
 def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[int, int, int]:
     """Return how many samples the run reads of the train, validation and test parts."""
     t, e = options.training, options.evaluation
-    steps = train_steps(t)
+    steps = t.train_iters
     evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
     one = e.eval_iters * t.global_batch_size
-    train_samples = t.train_samples or steps * t.global_batch_size
-    if share is not None:
-        train_samples = share.needed(steps, t.global_batch_size)
-    return train_samples, evaluations * one, one
+    trained = steps * t.global_batch_size if share is None else share.needed(steps, t.global_batch_size)
+    return trained, evaluations * one, one
 
 
 def _loader(options: Options, layout: Layout, dataset, consumed: int) -> MicrobatchLoader:

@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.ft_trainer.arguments import Options
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.job import Job, save
 from megatron.ft_trainer.loaders import Loaders
 from megatron.ft_trainer.step import mean_loss, run_schedule, train_step
@@ -12,7 +11,7 @@ from megatron.ft_trainer.step import mean_loss, run_schedule, train_step
 
 def train(job: Job) -> None:
     """Train to the end of the run, or until ``job.ending`` is a reason to end earlier."""
-    options, state, last = job.options, job.state, train_steps(job.options.training)
+    options, state, last = job.options, job.state, job.options.training.train_iters
     while state.step < last and job.ending is None:
         report = train_step(job)
         job.ending = job.exits.answer(state.step)

@@ -32,7 +32,6 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.patches.releases import optimizer_of
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8, "auto": None}
@@ -238,12 +237,7 @@ def build_model(
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Return the configuration and the model chunks of this rank, on its device and in the training precision.
 
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-        padded_vocab_size: vocabulary size, padded for tensor parallelism.
-        initialize: as in :func:`build`.
-        ends: whether this stage has embedding and output layer; None: the first and the last stage have.
+    The arguments are those of :func:`build`.
     """
     config = transformer_config(options, layout)
     if ends is not None and ends.embeds and ends.holds_copy and not options.core.untie_embeddings_and_output_weights:
@@ -383,20 +377,14 @@ def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
 def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
     """Return the schedule of learning rate and weight decay. It counts samples, not steps, as in megatron-core."""
     s, t, decay = options.schedule, options.training, options.core.weight_decay
-    if t.train_samples is not None:
-        total = t.train_samples
-        decay_steps, warmup = s.lr_decay_samples or total, s.lr_warmup_samples
-    else:
-        batch = t.global_batch_size
-        total = (train_steps(t) or 1) * batch
-        decay_steps, warmup = (s.lr_decay_iters * batch if s.lr_decay_iters else total), s.lr_warmup_iters * batch
+    batch, total = t.global_batch_size, t.train_iters * t.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=options.core.lr or 0.0,
         min_lr=options.core.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay_steps,
+        lr_warmup_steps=s.lr_warmup_iters * batch,
+        lr_decay_steps=s.lr_decay_iters * batch if s.lr_decay_iters else total,
         lr_decay_style=s.lr_decay_style,
         start_wd=decay,
         end_wd=decay,

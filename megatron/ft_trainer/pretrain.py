@@ -17,7 +17,6 @@ from ft.worker.session import Session
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
@@ -109,8 +108,8 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     log = RunLog(
         options.logging,
         is_writer=dist.get_rank() == layout.world_size - 1,
-        first_step=train_steps(options.training) or 0 if is_given_state else state.step,
-        last_step=train_steps(options.training),
+        first_step=options.training.train_iters if is_given_state else state.step,
+        last_step=options.training.train_iters,
     )
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)

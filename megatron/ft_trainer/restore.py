@@ -45,7 +45,7 @@ def load_for_inference(folder: Path) -> Trained:
     options = stored_options(folder) if nvidias is None else options_of_nvidias(nvidias)
     options.core = options.core.on_one_rank()
     options.checkpoint = CheckpointOptions(load=str(folder), finetune=True)
-    options.training.global_batch_size = options.training.rampup_batch_size = None
+    options.training.global_batch_size = None
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
     init_model_parallel(options.core, layout)
@@ -147,14 +147,7 @@ def generate(
 
 
 def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Return one sampled token id.
-
-    Args:
-        logits: logits of one position, [vocabulary].
-        temperature: softmax temperature; 0 takes the most likely token.
-        top_k: sample among this many of the most likely tokens; 0: among all.
-        generator: random number generator.
-    """
+    """Return one token id sampled from the ``logits`` of one position, [vocabulary]; see ``generate``."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:

@@ -13,11 +13,9 @@ from ft.base.step_clock import CLOCK, DATA
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
-from megatron.ft_trainer.arguments.topics import global_batch_size
 from megatron.ft_trainer.job import Job
 from megatron.ft_trainer.loaders import Loaders
-from megatron.ft_trainer.logging.figures import params_norm, step_flops
+from megatron.ft_trainer.logging.figures import step_flops
 from megatron.ft_trainer.logging.runlog import StepReport
 from megatron.patches import step_state
 from megatron.patches.releases import batch_of_this_context_rank
@@ -45,13 +43,7 @@ def train_step(job: Job) -> StepReport:
 
 
 def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
-    """Run ``samples`` samples through megatron-core's pipeline schedule.
-
-    Args:
-        job: the run.
-        loaders: loaders of the microbatches.
-        samples: number of samples over all data-parallel ranks.
-        forward_only: whether to leave out the backward passes.
+    """Run ``samples`` samples, over all data-parallel ranks, through megatron-core's pipeline schedule.
 
     Returns:
         on the last stage [loss sum, tokens] for each microbatch, on other stages an empty list.
@@ -90,7 +82,7 @@ def _computed(job: Job) -> Update:
 
 
 def _update(job: Job) -> Update:
-    samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
+    samples = job.options.training.global_batch_size
     _zero_gradients(job)
     own = job.protection.share(samples)
     reported = run_schedule(job, job.train_loaders, own, forward_only=False) if own else _give_nothing(job)
@@ -107,7 +99,7 @@ def _catch_up(job: Job) -> Update:
     job.protection.catching_up()
     reported = job.protection.reduce(_give_nothing(job))
     job.protection.caught_up()
-    return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
+    return _apply(job, job.options.training.global_batch_size, reported)
 
 
 def _give_nothing(job: Job) -> list[torch.Tensor]:
@@ -159,36 +151,8 @@ def _report(job: Job, update: Update, seconds: float) -> StepReport:
         loss_scale=job.trainee.optimizer.get_loss_scale().item(),
         skipped=not update.applied,
         num_zeros=update.num_zeros,
-        params_norm=_params_norm(job) if options.logging.log_params_norm else None,
-        load_balancing_loss=_load_balancing_loss(job, update.samples),
         of_protections=job.protection.metrics(),
     )
-
-
-def _params_norm(job: Job) -> float:
-    with job.trainee.whole_params():
-        return params_norm(job.trainee.chunks)
-
-
-def _load_balancing_loss(job: Job, samples: int) -> float | None:
-    """Return the mean auxiliary loss of the MoE layers over the step; None if the run has no such loss."""
-    moe = job.options.core
-    if moe.num_experts is None or not moe.moe_aux_loss_coeff or "aux_loss" not in moe.moe_router_load_balancing_type:
-        return None
-    name = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}.get(
-        moe.moe_router_load_balancing_type, "global_load_balancing_loss"
-    )
-    totals: dict[str, torch.Tensor] = {}
-    track_moe_metrics(
-        loss_scale=1 / job.microbatches(samples),
-        iteration=job.state.step,
-        total_loss_dict=totals,
-        force_initialize=True,
-        track_names=[name],
-        num_layers=job.options.core.num_layers,
-        moe_layer_freq=moe.moe_layer_freq,
-    )
-    return totals[name].item()
 
 
 class NonFiniteLossError(FtError):

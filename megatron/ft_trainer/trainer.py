@@ -11,7 +11,6 @@ from typing import Any
 from ft.protection import training_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
 from megatron.ft_trainer.checkpointing import inventory
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.initialize import seed_everything
@@ -28,7 +27,8 @@ class JobTrainer:
         options = job.options
         self.seed, self.clip_grad = options.training.seed, options.core.clip_grad
         self.draws_apart = options.training.data_parallel_random_init
-        self.steps, self.batch = train_steps(options.training), options.training.global_batch_size
+        self.steps, self.batch = options.training.train_iters, options.training.global_batch_size
+        self.batch_now = self.batch
         self.saves = options.checkpoint.save is not None
         self.save_interval = options.checkpoint.save_interval if self.saves else None
 
@@ -59,10 +59,6 @@ class JobTrainer:
     @property
     def samples(self) -> int:
         return self._job.state.consumed_train_samples
-
-    @property
-    def batch_now(self) -> int:
-        return global_batch_size(self._job.options.training, self.samples)
 
     def microbatches(self, samples: int) -> int:
         return self._job.microbatches(samples)
@@ -153,12 +149,7 @@ _NOT_DECIDING = (
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
-    """Return the fingerprint of a run: property -> value.
-
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-    """
+    """Return the fingerprint of a run: property -> value."""
     values, training = options.as_dict()["core"], options.training
     settings = {name: value for name, value in values.items() if name not in _NOT_DECIDING}
     return training_state.fingerprint(

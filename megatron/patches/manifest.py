@@ -90,6 +90,21 @@ _CHECKPOINTS = (
     ),
 )
 
+_OPTIMIZER = tuple(
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer",
+        f"DistributedOptimizer.{method}",
+        f"{why}, because torch counts steps per parameter, and Apex and Transformer Engine per group",
+        file="torch_adam",
+        when=ALWAYS,
+        signatures=(signature,),
+    )
+    for method, signature, why in (
+        ("state_dict", "(self)", "core fails to resume with torch's Adam before its first step"),
+        ("load_state_dict", "(self, state_dict)", "core gives all parameters of torch's Adam one step count in common"),
+    )
+)
+
 _NORM_SIGNATURE = (
     "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
     "normalization='LayerNorm')",
@@ -460,7 +475,7 @@ ELSEWHERE: tuple[Patch, ...] = (
 )
 
 MANIFEST: tuple[Patch, ...] = (
-    *(*_CHECKPOINTS, *_CPU_CORE, *_CPU_TORCH),
+    *(*_CHECKPOINTS, *_OPTIMIZER, *_CPU_CORE, *_CPU_TORCH),
     *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_COMPILED_GRAPHS, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
 )
 

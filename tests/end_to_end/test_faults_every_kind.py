@@ -48,7 +48,7 @@ def check(row, recovery, done) -> None:
     assert recovery is not None, f"{row.name} led to nothing\n{done.explain()}"
     found = (recovery.outcome, recovery.category)
     assert found == (OUTCOMES[row.outcome], row.sign.category), f"{row.name}\n{done.explain()}"
-    assert recovery.signal in (row.sign.signal, *row.sign.seldom), f"{row.name}\n{done.explain()}"
+    assert recovery.signal in (row.sign.signal, *row.seldom), f"{row.name}\n{done.explain()}"
 
 
 def test_what_a_full_disk_leads_to_is_said(corpus, tmp_path):

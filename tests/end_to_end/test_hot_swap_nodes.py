@@ -76,8 +76,9 @@ def assert_named(lost: str, done: Finished, at_terminal: str) -> None:
     fault = next(line for line in at_terminal.splitlines() if line.startswith("   fault "))
     assert fault.split(maxsplit=1)[1].startswith(f"{named}, with logical ranks "), done.explain()
     assert "busy: rank" not in at_terminal, done.explain()
-    found = status(load(done.folder), time.time()).workers
-    assert found.last.headline.startswith(named) and [one.node for one in found.lost] == [lost], done.explain()
+    found = status(load(done.folder), time.time())
+    assert found["last_recovery"]["headline"].startswith(named), done.explain()
+    assert [one["node"] for one in found["lost"]] == [lost], done.explain()
 
 
 def ready_on(node: str, run: Running) -> int:

@@ -176,10 +176,18 @@ def test_interleaved_stages_two_faults_at_once_and_a_hang(tmp_path):
     equal(script, INTERLEAVED, tmp_path, faults(*planned, standby=2), recoveries=3)
 
 
-@pytest.mark.long
-def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint(tmp_path):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    flags = TWO_STAGES.replace(" --use-distributed-optimizer", "") + " --save {save} --save-interval 4"
+@pytest.mark.parametrize(
+    ("release", "form"),
+    [
+        pytest.param("0.16", "--dist-ckpt-optim-fully-reshardable", marks=pytest.mark.long),
+        pytest.param("installed", "", marks=pytest.mark.newest),
+        pytest.param("installed", "--dist-ckpt-optim-fully-reshardable", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint(tmp_path, release, form):
+    """The state of torch's Adam is in the checkpoint of a distributed optimizer."""
+    script = checkouts.script_of(release)
+    flags = f"{TWO_STAGES} {form} --save {{save}} --save-interval 4"
     whole, _ = checkouts.plain(script, flags.format(save=tmp_path / "kept"), tmp_path / "whole")
     resuming = f"{flags.format(save=tmp_path / 'again')} --load {tmp_path / 'kept'} --ckpt-step 4"
     resumed, _ = checkouts.plain(script, resuming, tmp_path / "resumed")
@@ -187,7 +195,7 @@ def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint
     done = checkouts.protected(script, flags.format(save=tmp_path / "save"), tmp_path / "run", planned)
     assert done.returncode == 0 and "warm restart 1" in done.stdout, done.stdout[-5000:]
     before = {step: values for step, values in of_steps(whole).items() if step <= 4}
-    assert of_run(tmp_path / "run") == before | of_steps(resumed)
+    assert of_run(tmp_path / "run") == before | of_steps(resumed) == of_steps(whole)
 
 
 @pytest.mark.long

@@ -1,13 +1,14 @@
 """NVIDIA's trainer goes on from checkpoints of this one: losses and gradient norms are as without a change.
 
-The checkouts are found by ``megatron_lm_trees``; without them the tests are skipped. NVIDIA's trainer runs with the
-optimizer of ``fused_adam``. Dropout is off: on a CPU the data loader of NVIDIA's trainer draws from the generator that
-dropout uses, so that its own resumed runs are not equal, and its tensor-parallel ranks drift apart.
+The checkouts are found by ``megatron_lm_trees``; without them the tests are skipped.
 """
+
+import shutil
 
 import megatron_lm_trees as checkouts
 import numpy
 import pytest
+from checkpoint_flips import poison
 
 FLAGS = (
     f"{checkouts.BASE} --num-layers 4 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer --mock-data "
@@ -19,7 +20,7 @@ SHAPE = "num-layers 4", "hidden-size 32", "num-attention-heads 4", "max-position
 
 def theirs(tree, flags, folder, ranks=2) -> tuple[dict, str]:
     """Train with NVIDIA's trainer; return ((loss, gradient norm) of each step, the output)."""
-    lines, shown = checkouts.plain(tree / "pretrain_gpt.py", flags, folder, ranks, FUSED_ADAM="1")
+    lines, shown = checkouts.plain(tree / "pretrain_gpt.py", flags, folder, ranks)
     return {
         line["step"]: (float.fromhex(line["losses"]["lm loss"]), float.fromhex(line["grad_norm"])) for line in lines
     }, shown
@@ -28,7 +29,7 @@ def theirs(tree, flags, folder, ranks=2) -> tuple[dict, str]:
 def ours(tree, flags, folder, ranks=2) -> tuple[dict, str]:
     """Train with this project's trainer; return the same, with gradient norms rounded as NVIDIA's trainer does it."""
     if "0.16" in tree.name:  # its NullTokenizer has one more id than --vocab-size
-        flags = flags.replace("--vocab-size 128", "--vocab-size 129")
+        flags = flags.replace("--vocab-size 128", "--vocab-size 129").replace("--vocab-size 127", "--vocab-size 128")
     lines, shown = checkouts.own(flags, folder, ranks)
     return {line["step"]: (line["loss"], float(numpy.float32(line["grad_norm"]))) for line in lines}, shown
 
@@ -53,9 +54,25 @@ def test_a_run_goes_on_in_nvidias_trainer(tmp_path, release):
 @pytest.mark.long
 @pytest.mark.parametrize("release", ["0.16", "0.19"])
 def test_another_layout_goes_on_in_nvidias_trainer(tmp_path, release):
+    """The vocabulary is padded to the same size in both layouts; what the padding holds counts in the loss."""
     tree = checkouts.tree(release)
+    flags = FLAGS.replace("--vocab-size 128", "--vocab-size 127 --make-vocab-size-divisible-by 64")
     split = f"{STAGES} --tensor-model-parallel-size 2"
-    whole, _ = ours(tree, f"{FLAGS} --save {tmp_path}/saved --save-interval 3", tmp_path / "ours", ranks=4)
-    back = f"{FLAGS} --dist-ckpt-optim-fully-reshardable {split} --load {tmp_path}/saved --ckpt-step 3"
+    whole, _ = ours(tree, f"{flags} --save {tmp_path}/saved --save-interval 3", tmp_path / "ours", ranks=4)
+    back = f"{flags} --dist-ckpt-optim-fully-reshardable {split} --load {tmp_path}/saved --ckpt-step 3"
     last, _ = theirs(tree, back, tmp_path / "theirs", ranks=4)
     assert last[4][0] == pytest.approx(whole[4][0], rel=1e-4)
+
+
+@pytest.mark.long
+def test_nvidias_trainer_executes_nothing_of_a_checkpoint_from_elsewhere(tmp_path):
+    script, flags = checkouts.installed(), f"{FLAGS} {STAGES}"
+    done = checkouts.protected(script, f"{flags} --save {tmp_path}/saved", tmp_path / "saving")
+    assert done.returncode == 0, done.stdout[-5000:]
+    for where in (".metadata", "common.pt", "object"):
+        marker, hostile, run = (tmp_path / f"{name}-{where}" for name in ("marker", "hostile", "run"))
+        shutil.copytree(tmp_path / "saved", hostile)
+        poison(next(hostile.glob("iter_*")), where, marker)
+        done = checkouts.protected(script, f"{flags} --load {hostile}", run, "--max-restarts 0")
+        assert done.returncode != 0 and "UnpicklingError" in done.stdout, done.stdout[-5000:]
+        assert not marker.exists()

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 4 plain_megatron_lm.py OUT.jsonl PATH/pretrain_gpt.py FLAG ...
 
-Beside what a machine without a GPU needs, only the functions that log are wrapped. With FUSED_ADAM in the environment
-megatron-core finds an optimizer as that of Apex (see ``fused_adam``).
+Beside what a machine without a GPU needs, only the functions that log are wrapped.
 """
 
 import inspect
@@ -14,8 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import fused_adam
-
 from ft.adapters.megatron_lm.start import load
 from ft.job.agent.warm import run_script
 
@@ -23,8 +20,6 @@ from ft.job.agent.warm import run_script
 def main() -> int:
     out, script, *flags = sys.argv[1:]
     load(script)
-    if os.environ.get("FUSED_ADAM"):
-        fused_adam.install()
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         record(Path(out))
     return run_script(script, False, flags)

@@ -19,15 +19,16 @@ from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.mode import PRIMARY, DoubleExecution
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.strategy import Decision, Naive, Segment
+from ft.systems.dmr.runtime.strategy import Decision, Segment, Strategy
 
 SIZE = 6
 
 
-class AnyWindow(Naive):
+class AnyWindow(Strategy):
     """Draws for each operator when it is verified. All are in the plan, with ``replayed`` of them in AGC segments."""
 
     def __init__(self, draw: random.Random):
+        super().__init__("naive")
         self._draw, self._ordinal = draw, 0
         self.replays = {name: Segment(draw.randint(1, 4), draw.randint(0, 60)) for name in "abcdef"}
         self._left = [(name, segment.size) for name, segment in self.replays.items()]
@@ -48,14 +49,6 @@ class AnyWindow(Naive):
                 Decision(D_INTER, None, check_us=1.0, ordinal=self._ordinal),
             )
         )
-
-
-class NoMessages:
-    """One rank has no neighbours in a pipeline."""
-
-    def restart(self, microbatches: int) -> None: ...
-
-    def compare(self) -> None: ...
 
 
 class FlipOne:
@@ -112,7 +105,7 @@ class Rank:
         strategy, course, found = AnyWindow(draw), ExecutionCursor(), Findings(cuda.device, 7)
         queue = Queue(found, strategy.replays, headroom=draw.choice((0.0, 500.0, 1e9)))
         mode = DoubleExecution(course, strategy, found, queue, disturbance=None if flip is None else FlipOne(flip))
-        self.engine = Engine(course, found, queue, mode, NoMessages())
+        self.engine = Engine(course, found, queue, mode)
 
     def all_reduce(self, tensor) -> NcclWork:
         """Double the values in place, as a sum over two equal ranks; the dispatcher announces it (c10d.allreduce_)."""

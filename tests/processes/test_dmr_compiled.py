@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ft.systems.dmr.runtime.findings import RECOMPUTATION
 from ft.systems.dmr.runtime.opaque import OPAQUE, OpaqueCalls
-from ft.systems.dmr.runtime.strategy import Naive, Piggyback
+from ft.systems.dmr.runtime.strategy import Strategy
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler (apt install g++)")
 
@@ -130,7 +130,7 @@ def in_every_way(segment: bool) -> dict:
     below.install()
     compiled_graphs.apply()
     found = {"off": steps(None, segment, 1), "graphs": list(below.results), "missed": []}
-    for strategy in (Naive(), Piggyback()):
+    for strategy in (Strategy("naive"), Strategy("piggyback")):
         engine = engine_of(strategy)
         engine.watch_opaque_calls(OpaqueCalls(engine))
         double_execution.listen(engine)

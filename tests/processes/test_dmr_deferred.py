@@ -7,8 +7,8 @@ import torch
 from ft.systems.dmr.plan.trace import D_INTER, NAIVE, PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.operators import properties_of, state_before
-from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.operators import call_of, state_before
+from ft.systems.dmr.runtime.queue import Execution, Queue
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 from ft.systems.dmr.runtime.strategy import Segment as Replayed
@@ -27,14 +27,15 @@ class Rank:
 
     def execute(self, func, *args, due: int | None = 0, replay=None, flip: bool = False, size: float = 0.0):
         """Executes an operator that is verified later; its results, and whether it waits."""
-        kind, state = properties_of(func), state_before(properties_of(func), args, {})
+        call = call_of(func, args)
+        state = state_before(call)
         out = func(*args)
         if flip:
             flipped(out)
-        at = OperatorCall(kind.name, "backward", 0, 0, 1, self.executed)
+        at = OperatorCall(call.kind.name, "backward", 0, 0, 1, self.executed)
         self.executed += 1
         decision = Decision(D_INTER, due, replay, 10.0, size)
-        return out, self.queue.put(at, kind, (func, args, {}), out, state, decision)
+        return out, self.queue.put(Execution(at, call, out, state), decision)
 
     def change(self, tensor):
         """Adds one in place, as the dispatcher does it."""

@@ -9,7 +9,7 @@ from dmr_tensors import DTYPES, anything
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft.systems.dmr.digest import compare, digest, digest_many, eager
+from ft.systems.dmr.digest import digest, digest_many, same
 from ft.systems.dmr.digest.definition import WORDS
 
 
@@ -20,23 +20,6 @@ def flipped(tensor: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor
     for byte, bit in places:
         octets[byte] ^= 1 << bit
     return other
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_thousands_of_random_flips_are_all_seen(dtype):
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    chance = random.Random(seed)
-    for length in (1, 7, 300, WORDS + 5):
-        tensor = anything(length, dtype, seed)
-        size, bits = length * dtype.itemsize, 1 if dtype == torch.bool else 8
-        for _ in range(50):
-            count = min(chance.choice([1, 1, 1, 2, 3, 8, 64]), size * bits)
-            places = list({(chance.randrange(size), chance.randrange(bits)) for _ in range(count)})
-            key = chance.randrange(4)
-            mine, other = digest_many([tensor, flipped(tensor, places)], key).tolist()
-            assert mine[0] != other[0], (length, places, key)
-            assert mine[1] != other[1], (length, places, key)
 
 
 def test_every_single_bit_of_a_block_and_a_half_is_seen():
@@ -50,20 +33,20 @@ def test_every_single_bit_of_a_block_and_a_half_is_seen():
     assert torch.equal(digest(tensor, 77), mine)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_digest_differs_exactly_where_the_bits_do(data):
-    dtype = data.draw(st.sampled_from([dtype for dtype in DTYPES if dtype != torch.bool]))
+    dtype = data.draw(st.sampled_from(DTYPES))
     length = data.draw(st.sampled_from([1, 2, 9, 100, WORDS - 1, WORDS, 2 * WORDS + 1]))
     tensor = anything(length, dtype, data.draw(st.integers(0, 99)))
     byte = st.integers(0, length * dtype.itemsize - 1)
-    places = data.draw(st.lists(st.tuples(byte, st.integers(0, 7)), max_size=20))
+    places = data.draw(st.lists(st.tuples(byte, st.integers(0, 0 if dtype == torch.bool else 7)), max_size=64))
     other = flipped(tensor, places)
     seed = data.draw(st.integers(0, 3) | st.just(2**127))
-    same = all(places.count(place) % 2 == 0 for place in places)
-    assert bool(compare(tensor, other)) == same
-    assert bool((digest(tensor, seed) == digest(other, seed)).any()) == same
-    assert bool((digest(tensor, seed) == digest(other, seed)).all()) == same
+    alike = all(places.count(place) % 2 == 0 for place in places)
+    assert same(tensor, other) == alike
+    assert bool((digest(tensor, seed) == digest(other, seed)).any()) == alike
+    assert bool((digest(tensor, seed) == digest(other, seed)).all()) == alike
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -131,21 +114,3 @@ def test_the_worst_difference_of_the_proof_still_leaves_33_bits_of_a_column():
         changes.add(change >> 31)
     assert len(changes) == 100
     assert 0 not in changes
-
-
-def test_short_keys_collide_as_rarely_as_the_proof_says():
-    """The bound of one column, 2^t values of 2^b, counted over all keys of b = 6 bits for all pairs of 3-bit words."""
-    for first, second in itertools.product(range(-7, 8), repeat=2):
-        if first or second:
-            equal = sum((k * first + m * second) % 64 == 0 for k in range(64) for m in range(64))
-            assert equal / 64**2 <= min(d & -d for d in (first, second) if d) / 64, (first, second)
-
-
-def test_plain_torch_sees_flips_too():
-    tensor = anything(2 * WORDS + 3, torch.float32, 9)
-    out, other = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    eager.digest(tensor, 1, out)
-    chance = random.Random(10)
-    for _ in range(300):
-        eager.digest(flipped(tensor, [(chance.randrange(4 * tensor.numel()), chance.randrange(8))]), 1, other)
-        assert (out != other).all()

@@ -1,7 +1,5 @@
 """With every operator executed twice a plain torch model computes what it computes without, bit for bit."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,37 +10,24 @@ from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
 from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.strategy import ExcludeUnstable, Naive, Piggyback
+from ft.systems.dmr.runtime.strategy import Strategy
+
+NAIVELY, PIGGYBACKED = Strategy("naive"), Strategy("piggyback")
 
 
-class Searching(Naive):
+class Searching(Strategy):
     """Follows a plan that knows no matrix products."""
 
-    def __init__(self):
-        self.misfits = Counter()
-
-    def decide(self, unit, index, operator, in_segment):
+    def _decide(self, unit, index, operator, in_segment):
         self.misfits.update([(unit.phase, operator)] if operator in ("mm", "addmm") else [])
-        return super().decide(unit, index, operator, in_segment)
-
-
-class NoMessages:
-    """One rank has no neighbours in a pipeline."""
-
-    def restart(self, microbatches: int) -> None: ...
-
-    def compare(self) -> None: ...
-
-    def forward_begins(self, *_) -> None: ...
-
-    forward_ends = backward_begins = backward_ends = forward_begins
+        return super()._decide(unit, index, operator, in_segment)
 
 
 def engine_of(strategy, disturbance=None) -> Engine:
     course, findings = ExecutionCursor(), Findings(torch.device("cpu"), 99)
     queue = Queue(findings)
     mode = DoubleExecution(course, strategy, findings, queue, disturbance=disturbance)
-    return Engine(course, findings, queue, mode, NoMessages())
+    return Engine(course, findings, queue, mode)
 
 
 class Block(torch.nn.Module):
@@ -115,7 +100,7 @@ def iterate(model: Model, stepper: torch.optim.Optimizer, step: int) -> list[tor
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", [Naive(), Piggyback()], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [NAIVELY, PIGGYBACKED], ids=lambda s: s.name)
 def test_everything_is_the_same_bit_for_bit(strategy, dtype, optimizer):
     expected, _ = train(None, dtype, optimizer)
     found, engine = train(strategy, dtype, optimizer)
@@ -128,7 +113,7 @@ def test_everything_is_the_same_bit_for_bit(strategy, dtype, optimizer):
 
 
 @pytest.mark.parametrize("early_stop", [False, True])
-@pytest.mark.parametrize("strategy", [Naive(), Piggyback()], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", [NAIVELY, PIGGYBACKED], ids=lambda s: s.name)
 def test_recomputation_that_is_not_reentrant(strategy, early_stop):
     kwargs = {"reentrant": False, "early_stop": early_stop}
     expected, _ = train(None, **kwargs)
@@ -138,7 +123,7 @@ def test_recomputation_that_is_not_reentrant(strategy, early_stop):
 
 
 def test_what_comes_before_an_early_stop_is_compared():
-    found = findings_with(Piggyback(), Flip(PRIMARY, "forward", "gelu"), reentrant=False)
+    found = findings_with(PIGGYBACKED, Flip(PRIMARY, "forward", "gelu"), reentrant=False)
     assert (found[0].at.operator, found[0].how) == ("gelu", RECOMPUTATION)
 
 
@@ -157,14 +142,14 @@ class Flip:
 
 
 FLIPS = [
-    (Naive(), PRIMARY, "forward", "embedding", AT_ONCE),
-    (Naive(), CHECKER, "forward", "addmm", AT_ONCE),
-    (Naive(), PRIMARY, "backward", "native_layer_norm_backward", AT_ONCE),
-    (Naive(), PRIMARY, "optimizer", "addcdiv_", AT_ONCE),
-    (Piggyback(), PRIMARY, "forward", "native_layer_norm", RECOMPUTATION),
-    (Piggyback(), PRIMARY, "forward", "gelu", RECOMPUTATION),
-    (Piggyback(), CHECKER, "recompute", "addmm", RECOMPUTATION),
-    (Piggyback(), PRIMARY, "backward", "gelu_backward", AT_ONCE),
+    (NAIVELY, PRIMARY, "forward", "embedding", AT_ONCE),
+    (NAIVELY, CHECKER, "forward", "addmm", AT_ONCE),
+    (NAIVELY, PRIMARY, "backward", "native_layer_norm_backward", AT_ONCE),
+    (NAIVELY, PRIMARY, "optimizer", "addcdiv_", AT_ONCE),
+    (PIGGYBACKED, PRIMARY, "forward", "native_layer_norm", RECOMPUTATION),
+    (PIGGYBACKED, PRIMARY, "forward", "gelu", RECOMPUTATION),
+    (PIGGYBACKED, CHECKER, "recompute", "addmm", RECOMPUTATION),
+    (PIGGYBACKED, PRIMARY, "backward", "gelu_backward", AT_ONCE),
 ]
 
 
@@ -190,16 +175,16 @@ def test_one_flipped_bit_is_found_where_it_was(case):
 
 def test_an_unchecked_operator_in_a_segment_makes_what_follows_naive():
     expected, _ = train(None)
-    found, engine = train(ExcludeUnstable(Piggyback(), ["gelu"]))
+    found, engine = train(Strategy("piggyback", ["gelu"]))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     counts = engine.coverage()
     assert counts[UNCHECKED] == 2 * 2 * 2  # blocks, microbatches, forward and recomputation
-    _, whole = train(Piggyback())
+    _, whole = train(PIGGYBACKED)
     assert 0 < counts[PIGGYBACK] < whole.coverage()[PIGGYBACK]
 
 
 def test_a_graph_that_is_kept_is_recomputed_twice():
-    engine, block = engine_of(Piggyback()), Block()
+    engine, block = engine_of(PIGGYBACKED), Block()
     with engine.iteration(1):
         x = torch.randn(4, 16, requires_grad=True)
         out = checkpoint(engine.recomputed(block), x, use_reentrant=False).sum()
@@ -211,7 +196,7 @@ def test_a_graph_that_is_kept_is_recomputed_twice():
 
 
 def test_outside_of_an_iteration_nothing_is_watched():
-    engine = engine_of(Piggyback())
+    engine = engine_of(PIGGYBACKED)
     function = engine.recomputed(torch.exp)
     assert torch.equal(function(torch.ones(2)), torch.exp(torch.ones(2)))
     assert engine.coverage() == {"in windows": 0, "late": 0, "unverified": 0} | {
@@ -219,21 +204,18 @@ def test_outside_of_an_iteration_nothing_is_watched():
     }
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda strategy: strategy, lambda strategy: ExcludeUnstable(strategy, ["native_dropout"])]
-)
-def test_operators_that_are_not_in_the_plan_are_told_of_each_iteration(wrap):
-    strategy = Searching()
-    _, engine = train(wrap(strategy))
+@pytest.mark.parametrize("left_out", [(), ("native_dropout",)])
+def test_operators_that_are_not_in_the_plan_are_told_of_each_iteration(left_out):
+    strategy = Searching("naive", left_out)
+    _, engine = train(strategy)
     assert 2 * engine.coverage()["not in the plan"] == sum(strategy.misfits.values()) > 0
-    assert "not in the plan" not in train(wrap(Naive()))[1].coverage()
+    assert "not in the plan" not in train(Strategy("naive", left_out))[1].coverage()
 
 
 def coverage_of_steps(flags: str) -> tuple:
     import dmr_jobs
 
     from ft.systems.dmr.layer import VerifiedStep
-    from ft.systems.dmr.runtime.strategy import ExcludeUnstable
 
     job = dmr_jobs.assemble(flags)
     again, verifier = dmr_jobs.Again(job), dmr_jobs.protection(job, "naive")
@@ -241,7 +223,7 @@ def coverage_of_steps(flags: str) -> tuple:
     verifier._witness.coverage_fell = lambda *fell: told.append(fell)
     mode = verifier.engine.mode
     for left_out in ((), (), ("mm",), ("mm",), ()):
-        mode._strategy = ExcludeUnstable(mode._strategy, left_out) if left_out else mode._strategy
+        mode._strategy = Strategy("naive", left_out or mode._strategy._unstable)
         again.step()
         shares.append(VerifiedStep(None, verifier).metrics()["dmr_coverage"])
     return told, shares

@@ -5,10 +5,10 @@ import torch
 
 from ft.systems.dmr.digest import same
 from ft.systems.dmr.runtime.operators import (
+    call_of,
     check_in_place,
     execute_again,
     expected,
-    generator_of,
     is_counted,
     is_verified_by_inspection,
     properties_of,
@@ -111,11 +111,11 @@ def test_collectives_are_not_repeated_and_write():
 
 
 def test_a_copy_to_another_device_is_not_counted():
-    kind, x = properties_of(aten._to_copy.default), torch.ones(2)
-    assert is_counted(kind, (x,), {"dtype": torch.float16})
-    assert not is_counted(kind, (x,), {"device": "meta"})
-    assert not is_counted(properties_of(aten.copy_.default), (torch.empty(2, device="meta"), x), {})
-    assert is_counted(properties_of(aten.copy_.default), (torch.empty(2), x), {})
+    func, x = aten._to_copy.default, torch.ones(2)
+    assert is_counted(call_of(func, (x,), {"dtype": torch.float16}))
+    assert not is_counted(call_of(func, (x,), {"device": "meta"}))
+    assert not is_counted(call_of(aten.copy_.default, (torch.empty(2, device="meta"), x)))
+    assert is_counted(call_of(aten.copy_.default, (torch.empty(2), x)))
 
 
 def test_tensors_are_found_wherever_they_are():
@@ -184,24 +184,24 @@ def _numbers(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_is_written_in_place_is_known_before(name):
-    func, call = IN_PLACE[name]
-    args, kwargs = call()
-    kind = properties_of(func)
-    assert kind.executes and kind.written
+    func, given_to = IN_PLACE[name]
+    args, kwargs = given_to()
+    call = call_of(func, args, kwargs)
+    assert call.kind.executes and call.kind.written
     given = [tensor.clone() for tensor in tensors_in((args, kwargs))]
     generators = [torch.get_rng_state(), _own.get_state()]
-    again = check_in_place(kind, func, args, kwargs)
+    again = check_in_place(call)
     assert all(same(a, b) for a, b in zip(given, tensors_in((args, kwargs)), strict=True))
     assert all(map(torch.equal, generators, [torch.get_rng_state(), _own.get_state()]))
     func(*args, **kwargs)
-    ours = tensors_in(written(kind, args, kwargs))
+    ours = tensors_in(written(call))
     assert len(ours) == len(again) > 0
     assert all(same(a, b) for a, b in zip(ours, again, strict=True))
 
 
 def test_a_wrong_result_in_place_is_seen():
     x = normal(8)
-    again = check_in_place(properties_of(aten.mul_.Scalar), aten.mul_.Scalar, (x, 2.0), {})
+    again = check_in_place(call_of(aten.mul_.Scalar, (x, 2.0)))
     x.mul_(2.0)
     x.view(torch.int32)[3] ^= 1
     assert not same(x, again[0])
@@ -211,62 +211,65 @@ def test_a_wrong_result_in_place_is_seen():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_zeroes_are_verified_by_looking(size, dtype, offset):
-    kind = properties_of(aten.zero_.default)
-    assert is_verified_by_inspection(kind, (torch.ones(1),), {})
+    assert is_verified_by_inspection(call_of(aten.zero_.default, (torch.ones(1),)))
     x = torch.ones(size + offset, dtype=dtype)[offset:]
     x.zero_()
-    assert same(*expected(kind, (x,), {}))
+    call = call_of(aten.zero_.default, (x,))
+    assert same(*expected(call))
     if size:
         x[-1] = 1
-        assert not same(*expected(kind, (x,), {}))
+        assert not same(*expected(call))
 
 
 def test_a_zero_of_the_wrong_sign_is_seen():
-    kind, x = properties_of(aten.zero_.default), torch.zeros(4, 3).t()
+    x = torch.zeros(4, 3).t()
     x[1, 2] = -0.0
-    assert not same(*expected(kind, (x,), {}))
+    assert not same(*expected(call_of(aten.zero_.default, (x,))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_copies_are_verified_by_looking(dtype):
-    kind, target, source = properties_of(aten.copy_.default), torch.empty(4, 6, dtype=dtype).t(), normal(4)
-    for args, kwargs in (((target, source), {}), ((target,), {"src": source})):
-        assert is_verified_by_inspection(kind, args, kwargs)
-        aten.copy_(*args, **kwargs)
-        assert same(*expected(kind, args, kwargs))
+    target, source = torch.empty(4, 6, dtype=dtype).t(), normal(4)
+    for call in (
+        call_of(aten.copy_.default, (target, source)),
+        call_of(aten.copy_.default, (target,), {"src": source}),
+    ):
+        assert is_verified_by_inspection(call)
+        aten.copy_(*call.args, **call.kwargs)
+        assert same(*expected(call))
     target[2, 1] += 1
-    assert not same(*expected(kind, (target, source), {}))
+    assert not same(*expected(call))
 
 
 def test_a_copy_onto_itself_is_not_compared_with_itself():
-    kind, x = properties_of(aten.copy_.default), normal(4)
-    assert not is_verified_by_inspection(kind, (x[1:3], x[1:3]), {})
-    assert not is_verified_by_inspection(kind, (x,), {"src": x})
-    assert not is_verified_by_inspection(properties_of(aten.mul_.Scalar), (x, 2.0), {})
+    x = normal(4)
+    assert not is_verified_by_inspection(call_of(aten.copy_.default, (x[1:3], x[1:3])))
+    assert not is_verified_by_inspection(call_of(aten.copy_.default, (x,), {"src": x}))
+    assert not is_verified_by_inspection(call_of(aten.mul_.Scalar, (x, 2.0)))
 
 
 def test_a_drawn_result_is_drawn_again():
     for generator in (None, _own):
         kwargs = {} if generator is None else {"generator": generator}
-        kind, args = properties_of(aten.bernoulli.default), (torch.full((200,), 0.5),)
-        state = state_before(kind, args, kwargs)
-        out = aten.bernoulli(*args, **kwargs)
-        now = generator_of(args, kwargs).get_state()
-        assert same(out, execute_again(aten.bernoulli.default, args, kwargs, state))
-        assert torch.equal(now, generator_of(args, kwargs).get_state())
-        assert not same(out, aten.bernoulli(*args, **kwargs))
+        call = call_of(aten.bernoulli.default, (torch.full((200,), 0.5),), kwargs)
+        state = state_before(call)
+        out = aten.bernoulli(*call.args, **kwargs)
+        now = state_before(call)
+        assert same(out, execute_again(call, state))
+        assert torch.equal(now, state_before(call))
+        assert not same(out, aten.bernoulli(*call.args, **kwargs))
 
 
 def test_the_generator_comes_back_after_an_error():
     before = torch.get_rng_state()
     state = torch.Generator().manual_seed(3).get_state()
     with pytest.raises(RuntimeError):
-        execute_again(aten.bernoulli.default, (torch.full((2,), 7.0),), {}, state)
+        execute_again(call_of(aten.bernoulli.default, (torch.full((2,), 7.0),)), state)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_results_are_what_was_returned_or_else_written():
     x = normal(3)
-    assert results(properties_of(aten.exp.default), (x,), {}, x.exp())[0].shape == x.shape
+    assert results(call_of(aten.exp.default, (x,)), x.exp())[0].shape == x.shape
     lists = [normal(3), normal(2)]
-    assert results(properties_of(aten._foreach_mul_.Scalar), (lists, 2.0), {}, None) == lists
+    assert results(call_of(aten._foreach_mul_.Scalar, (lists, 2.0)), None) == lists

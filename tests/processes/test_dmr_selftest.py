@@ -21,11 +21,10 @@ from ft.lab.reproducibility.probe import (
     Probe,
     as_text,
     as_values,
-    cases,
 )
 from ft.systems.dmr.plan.file import read_plan, write_trace
 from ft.systems.dmr.runtime.cursor import Unit
-from ft.systems.dmr.runtime.strategy import SKIPPED, ExcludeUnstable, Naive, Piggyback
+from ft.systems.dmr.runtime.strategy import SKIPPED, Strategy
 from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable
 from ft.systems.schedule.kinds import Pipeline
 
@@ -129,17 +128,6 @@ def test_calls_of_a_kind_are_executed_again_a_few_times_only():
     assert (found["mul.Tensor"].calls, found["mul.Tensor"].runs) == (2, 6)
 
 
-def test_the_cases_hold_both_precisions_and_kinds():
-    chosen = cases("cpu", deterministic=True)
-    flags = [case.flags for case in chosen]
-    assert len({case.name for case in chosen}) == len(chosen)
-    assert all("--deterministic-mode" in each for each in flags)
-    for wanted in ("--bf16", "--num-experts", "--optimizer sgd", "--recompute-granularity", "--attention-dropout 0.1"):
-        assert any(wanted in each for each in flags)
-        assert not all(wanted in each for each in flags)
-    assert all("--hidden-size 2048" in case.flags for case in cases("cuda") if "huge" in case.name)
-
-
 def outcome(work) -> Outcome:
     probe = Probe(4)
     probe.case = "own"
@@ -193,8 +181,8 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, problem):
 
 
 def test_a_strategy_leaves_them_out_and_nothing_else():
-    for inner in (Naive(), Piggyback()):
-        sparing = ExcludeUnstable(inner, ["index_put_"])
+    for name in ("naive", "piggyback"):
+        inner, sparing = Strategy(name), Strategy(name, ["index_put_"])
         for in_segment in (False, True):
             assert sparing.decide(Unit("F"), 0, "index_put_", in_segment).set == SKIPPED
             assert sparing.decide(Unit("F"), 0, "mm", in_segment) == inner.decide(Unit("F"), 0, "mm", in_segment)

@@ -99,10 +99,8 @@ EVERY_TIME = (
 def test_it_trains(name, ranks, corpus, tmp_path):
     world_size, extra = FEATURES[name]
     data = "" if "--mock-data" in extra else f"--data-path {corpus}"
-    command = f"{runs.BASE} --train-iters 8 --log-params-norm {data} {extra} --metrics-file {tmp_path}/m.jsonl"
+    command = f"{runs.BASE} --train-iters 8 {data} {extra} --metrics-file {tmp_path}/m.jsonl"
     ranks(runs.run, world_size, command)
     steps = runs.metrics(tmp_path / "m.jsonl")
-    assert all(math.isfinite(step["loss"]) and math.isfinite(step["params_norm"]) for step in steps)
+    assert all(math.isfinite(step["loss"]) for step in steps)
     assert min(step["loss"] for step in steps[4:]) < steps[0]["loss"]
-    if "aux-loss-coeff" in extra:
-        assert steps[0]["load_balancing_loss"] > 0

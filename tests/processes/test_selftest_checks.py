@@ -110,7 +110,7 @@ from ft.lab.selftest.session import Executor
 from ft.lab.selftest.table import Check, Context
 from ft.platform import processes
 import os
-check = Check("fork", "", sys.argv[2], 1, 1, "")
+check = Check("fork", sys.argv[2], "", 1, 1, "")
 context = Context("fork", sys.argv[1], sys.argv[1], None, float(sys.argv[3]), planted=True)
 with Executor() as executor:
     result = executor.run(check, context, is_cut=sys.argv[4] == "cut")

@@ -270,7 +270,7 @@ def test_weights_in_the_state_are_those_of_the_parameters_when_the_state_is_forg
 
 def scaled(seed: int):
     """Return parameters and an optimizer that keeps scales outside of its state."""
-    from fused_adam import ScaledAdam
+    from scaled_adam import ScaledAdam
 
     generator = torch.Generator().manual_seed(seed)
     parameters = [torch.randn(5, generator=generator).to(torch.bfloat16).requires_grad_() for _ in range(3)]

@@ -81,8 +81,7 @@ def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
 
 
 def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
-    extra = "--log-params-norm --log-num-zeros-in-grad"
-    handle = ranks.start(runs.run, 1, flags(corpus, tmp_path, "m", f"{extra} --log-interval 2"))
+    handle = ranks.start(runs.run, 1, flags(corpus, tmp_path, "m", "--log-num-zeros-in-grad --log-interval 2"))
     handle.wait(timeout=120)
     first = runs.metrics(tmp_path / "m.jsonl")[0]
     assert {"step", "loss", "grad_norm", "lr", "consumed_samples", "step_time_s", "tokens_per_s", "tflops_per_gpu"} <= (
@@ -90,7 +89,6 @@ def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
     )
     assert first["step"] == 1
     assert first["consumed_samples"] == 8
-    assert first["params_norm"] > 0
     output = handle.output(0)
     assert "iteration        2/       4 | consumed samples:           16 |" in output
 
@@ -137,14 +135,6 @@ def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
     assert end["step"] == 2
     [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"))
     assert end["step"] == 1
-
-
-def test_training_by_samples_with_a_growing_batch(ranks, corpus, tmp_path):
-    base = runs.BASE.replace("--train-iters 4", "--train-samples 40 --rampup-batch-size 4 4 8")
-    command = f"{base} --data-path {corpus} --metrics-file {tmp_path}/m.jsonl --lr-decay-style cosine"
-    [end, _] = ranks(runs.run, 2, command)
-    assert [s["global_batch_size"] for s in runs.metrics(tmp_path / "m.jsonl")][:2] == [4, 4]
-    assert end["consumed"] <= 40
 
 
 def test_fp16_backs_its_scale_off_and_goes_on(ranks, corpus, tmp_path):

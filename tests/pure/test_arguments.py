@@ -1,14 +1,12 @@
 """Flags: Megatron-LM's names and meanings, and a clear word about everything that cannot work."""
 
 import dataclasses
-import math
 
 import pytest
 
 from ft.base.errors import UserError
 from megatron.ft_trainer import arguments
 from megatron.ft_trainer.arguments import Options, check, parse, schema
-from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "
@@ -41,8 +39,8 @@ def test_the_flags_of_a_llama_are_taken():
         --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0
         --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused
         --apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1
-        --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
-        --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+        --global-batch-size 128 --train-iters 1953125 --lr-decay-iters 1949218 --lr-warmup-iters 3906
+        --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
         --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
         --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss
         --exit-duration-in-mins 235 --tensor-model-parallel-size 2 --context-parallel-size 1 --sequence-parallel
@@ -102,7 +100,6 @@ def test_a_flag_that_does_not_fit_is_named_with_what_to_write(flags, words):
         ("--num-experts 4 --moe-shared-expert-intermediate-size 8", ["shared experts", "--disable-bias-linear"]),
         ("--context-parallel-size 2", ["--context-parallel-size needs Transformer Engine"]),
         ("--num-distributed-optimizer-instances 3 --use-distributed-optimizer --overlap-grad-reduce", ["4", "3"]),
-        ("--lr-decay-samples 100", ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),
         ("--lr-decay-style WSD", ["WSD", "--nvidia-trainer"]),
         ("--lr-warmup-iters 10", ["--lr-warmup-iters 10", "10 steps"]),
         ("--optimizer sgd --use-distributed-optimizer", ["sgd", "--use-distributed-optimizer"]),
@@ -124,7 +121,6 @@ def test_a_combination_that_cannot_work_is_refused_with_its_numbers_and_the_fix(
         "--fp16 --bf16",
         "--overlap-param-gather",
         "--recompute-granularity full",
-        "--train-samples 100",
         "--lr 1e-3 --min-lr 1",
         "--swiglu --squared-relu",
         "--num-experts 4 --moe-router-topk 5",
@@ -169,7 +165,7 @@ def test_what_is_missing_is_named():
 
 def test_unknown_flags_wrong_values_and_contradictions_are_one_list():
     misspelt = GOOD.replace("--hidden-size", "--hiden-size").replace("--seq-length", "--seq-lenght")
-    line = f"{misspelt} --max-position-embeddings 64 --full-validation --lr-decay-samples 4 --keep-last 0 stray"
+    line = f"{misspelt} --max-position-embeddings 64 --full-validation --lr-warmup-iters 40 --keep-last 0 stray"
     with pytest.raises(UserError) as error:
         parse(line)
     assert [problem.split()[:3] for problem, _ in error.value.problems[:3]] == [
@@ -181,7 +177,7 @@ def test_unknown_flags_wrong_values_and_contradictions_are_one_list():
     _, problems = arguments.refusals(line, 4, has_te=False)
     says = "\n".join(problem for problem, _ in problems)
     assert "--max-position-embeddings 64 is shorter than --seq-length 128" in says, "what was meant is judged"
-    assert "--lr-decay-samples does not go with --train-iters" in says and "'stray'" in says
+    assert "--lr-warmup-iters 40 does not end before" in says and "'stray'" in says
     assert "is missing" not in says and all(fix for _, fix in problems)
 
 
@@ -192,7 +188,7 @@ def test_the_flags_of_another_trainer_are_not_guessed():
 
 def test_what_depends_on_a_value_that_cannot_be_read_is_not_judged():
     _, problems = arguments.refusals(
-        GOOD.replace("--train-iters 10", "--train-iters ten") + "--lr-decay-samples 9", 3, has_te=True
+        GOOD.replace("--train-iters 10", "--train-iters ten") + "--lr-warmup-iters 9", 3, has_te=True
     )
     assert [problem for problem, _ in problems] == ["--train-iters: invalid int value: 'ten'"]
 
@@ -211,29 +207,6 @@ def test_defaults_follow_from_other_flags():
 def test_options_survive_the_way_through_a_checkpoint():
     options = parse(GOOD + "--num-experts 4 --moe-layer-freq '([0]*1+[1]*3)*2' --recompute-activations --bf16")
     assert Options.from_dict(options.as_dict()) == options
-
-
-def test_the_batch_ramps_up_as_megatron_cores_does():
-    """From 0.18 on core has steps in place of a ramp: those that the ramp comes to."""
-    from megatron.core import num_microbatches_calculator as core
-    from megatron.patches.releases import CORE
-
-    flags = GOOD.replace("--train-iters 10", "--train-samples 2000")
-    t = parse(flags + "--global-batch-size 64 --rampup-batch-size 16 8 500").training
-    if CORE >= (0, 18):
-        sizes = range(16, 65, 8)
-        every = 500 / (len(sizes) - 1)
-        schedule = " ".join(f"{math.ceil(i * every)}:{size}" for i, size in enumerate(sizes))
-        calculator = core.StepBatchsizeNumMicroBatchesCalculator(2, 4, False, 0, schedule)
-    else:
-        calculator = core.RampupBatchsizeNumMicroBatchesCalculator(64, 2, 4, False, 0, 16, 8, 500)
-    consumed, steps = 0, 0
-    while consumed < 2000:
-        calculator.update(consumed, consistency_check=False)
-        assert global_batch_size(t, consumed) == calculator.get_current_global_batch_size()
-        consumed += global_batch_size(t, consumed)
-        steps += 1
-    assert steps - train_steps(t) in (0, 1)  # an incomplete last batch is not a step
 
 
 def test_gloo_between_stages_on_gpus_is_refused_before_anything_is_sent():

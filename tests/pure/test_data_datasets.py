@@ -18,7 +18,7 @@ from small_datasets import SEQ, write_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.ft_trainer.arguments.topics import DataOptions, TokenizerOptions
-from megatron.ft_trainer.data import datasets, index_cache
+from megatron.ft_trainer.data import datasets
 from megatron.ft_trainer.data.datasets import build_datasets, epoch_permutation, parse_split
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer, NullTokenizer, build_tokenizer
@@ -194,34 +194,9 @@ def test_indices_are_kept(a, tmp_path):
     first = tokens(build(a, data_cache_path=str(root))[0])
     folder = cache_folder(root)
     stamps = {f.name: f.stat().st_mtime_ns for f in folder.iterdir()}
-    assert len([name for name in stamps if name.endswith(".npy")]) == 6 and "complete.json" in stamps
+    assert len([name for name in stamps if name.endswith(".npy")]) == 6
     assert torch.equal(tokens(build(a, data_cache_path=str(root))[0]), first)
     assert stamps == {f.name: f.stat().st_mtime_ns for f in folder.iterdir()}
-
-
-@pytest.mark.parametrize("damage", ["cut short", "bit", "gone", "no manifest", "torn manifest"])
-def test_damaged_indices_are_built_again(a, tmp_path, damage, caplog):
-    caplog.set_level("WARNING", logger="megatron")  # other tests of this process silence it
-    root = tmp_path / "cache"
-    first = tokens(build(a, data_cache_path=str(root))[0])
-    folder = cache_folder(root)
-    file = next(folder.glob("*train-sample_index.npy"))
-    content = file.read_bytes()
-    if damage == "cut short":
-        file.write_bytes(content[:-9])
-    elif damage == "bit":
-        file.write_bytes(content[:200] + bytes([content[200] ^ 4]) + content[201:])
-    elif damage == "gone":
-        file.unlink()
-    elif damage == "no manifest":
-        (folder / "complete.json").unlink()
-    else:
-        (folder / "complete.json").write_text('{"x"')
-    assert torch.equal(tokens(build(a, data_cache_path=str(root))[0]), first)
-    assert "is damaged" in caplog.text
-    caplog.clear()
-    build(a, data_cache_path=str(root))
-    assert not caplog.text
 
 
 def test_data_made_anew_gets_new_indices(a, tmp_path):
@@ -243,10 +218,10 @@ def test_crash_while_building_leaves_no_cache(a, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(numpy, "save", save)
-        patch.setattr(index_cache.shutil, "rmtree", lambda *args, **kwargs: None)  # what a kill would not have done
+        patch.setattr(datasets.shutil, "rmtree", lambda *args, **kwargs: None)  # what a kill would not have done
         with pytest.raises(KeyboardInterrupt):
             build(a, data_cache_path=str(root))
-    assert [f.name for f in root.iterdir() if f.is_dir() and ".tmp-" not in f.name] == []
+    assert [f.name for f in root.iterdir() if f.is_dir() and not f.name.endswith(".partial")] == []
     assert len(build(a, data_cache_path=str(root))[0]) >= 100
 
 

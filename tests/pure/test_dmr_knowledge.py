@@ -2,20 +2,19 @@
 
 import pickle
 
-from ft.systems.dmr.runtime.opaque import Notes, agree
+from ft.systems.dmr.runtime.opaque import Knowledge, agree
 
 
 def seen(*, changed=(), forward=(("out",),), again=(("out",),), same=(True,)):
     """Return the knowledge of a rank that has called the function once per entry."""
-    notes = Notes()
-    notes.changed |= set(changed)
+    notes = Knowledge(is_pure=not changed)
     for paths in forward:
         notes.made_in_forward(paths)
     for is_same in same:
         notes.was_called_again(is_same)
     for paths in again:
         notes.made_again(paths)
-    return notes.knowledge()
+    return notes
 
 
 def test_a_function_waits_for_its_recomputation_only_if_that_holds_on_all_ranks():

@@ -60,10 +60,11 @@ def test_what_dmr_did_is_read_from_the_events():
     assert (found.strategy, found.ranks, found.covered) == ("piggyback", 4, {"naive": 400, "P": 160})
     assert (len(found.mismatches), found.redone, found.evicted, found.gave_up, found.clean) == (5, 3, (3,), False, 1)
     assert found.steps == [20, 40]
-    first, second, *_, last = found.mismatches
-    assert (first.where, first.layer, first.elements) == ("rank 1, node1, cuda:1 (H200)", "outside", "some")
-    assert (second.elements, second.layer, second.attempt) == ("3 of 4096", "3", "20")
-    assert (first.follows, last.follows, last.attempt) == ("step redone", "rank 3 evicted", "40, attempt 3")
+    first, second, *_, last = found.rows
+    place = ("rank 1, node1, cuda:1 (H200)", "mm", "backward", "outside", "2")
+    assert first == ("20", *place, "recomputation", "some", "step redone")
+    assert (second[0], second[4], second[7]) == ("20", "3", "3 of 4096")
+    assert (last[0], last[8]) == ("40, attempt 3", "rank 3 evicted")
 
 
 def test_a_fall_of_the_coverage_is_shown(tmp_path):
@@ -77,7 +78,8 @@ def test_a_fall_of_the_coverage_is_shown(tmp_path):
 
 def test_the_summary_is_one_line():
     assert summary_of(corruption(eventful().events)) == (
-        "piggyback: 5 mismatches, 3 attempts redone, rank 3 evicted; operators: 400 at once, 160 with the recomputation"
+        "piggyback: 5 mismatches, 3 attempts redone, 1 step correct in the end, rank 3 evicted; "
+        "operators: 400 at once, 160 with the recomputation"
     )
     history = Watched()
     history.mismatch(2.0, 0, 3)
@@ -107,12 +109,12 @@ def test_the_report_shows_it(tmp_path, capsys):
     said, page = report(folder, capsys)
     text = " ".join(page.texts)
     for words in (
-        *("Operators executed twice (DMR)", "mismatches (DMR)", "in 2 steps, 1 of them clean in the end"),
+        *("Operators executed twice (DMR)", "5 mismatches, 3 attempts redone, 1 step correct in the end"),
         *("<b>native_layer_norm</b>", "rank 3, node3, cuda:1 (H200)", "3 of 4096", "outside", "40, attempt 3"),
         *("rank 3 evicted", "step redone", "160 with the recomputation", "4 ranks together"),
     ):
         assert words in text, words
-    assert "DMR        piggyback: 5 mismatches, 3 attempts redone, rank 3 evicted" in said
+    assert "DMR        piggyback: 5 mismatches, 3 attempts redone, 1 step correct in the end, rank 3 evicted" in said
     assert "40, attempt 3  rank 3, node3, cuda:1 (H200)  mm " in said
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ft import faults
 from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, lineage
 from ft.observe.report.page import page
-from ft.observe.report.record import CATCHING_UP, OFFLINE, ONLINE, REBUILDING, asynchronous, load, synchronous
+from ft.observe.report.record import CATCHING_UP, OFFLINE, ONLINE, REBUILDING, asynchronous, load
 from ft.observe.report.text import facts
 from ft.systems.hsdp import commits
 
@@ -105,12 +105,10 @@ def test_a_replica_dies_and_comes_back(tmp_path):
 
 def test_the_papers_figures():
     assert round(asynchronous(18, 10, 3, 12), 2) == 0.80
-    assert round(synchronous(18, 10), 2) == 0.44
     assert asynchronous(18, 10, 3, 12) == pytest.approx((8 + 7 * 11 / 12) / 18)
     assert asynchronous(10, 30, 3, 4) == pytest.approx(7 * 3 / 4 / 10)
     assert asynchronous(10, 1, 3, 4) == pytest.approx(0.7)
     assert asynchronous(1, 1, 3, 4) == 0
-    assert synchronous(1, 3) == 0
 
 
 def test_a_step_that_one_committed_and_the_others_did_again(tmp_path):

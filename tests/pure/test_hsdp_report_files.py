@@ -37,13 +37,12 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     text = " ".join(page.texts)
     for words in (
         *("each sample trained once", "0 duplicates, 0 gaps", "rebuilding", "catching up", "failure", "rejoin"),
-        *("its leader's connection broke", "80.1 %", "44.4 %", "quorum_formed", "caught_up", "tokens"),
+        *("its leader's connection broke", "with one every 18 min", "quorum_formed", "caught_up"),
     ):
         assert words in text, words
     assert "each sample trained once: 332 trained, 0 duplicates, 0 gaps" in said
     assert "1 quorum failed" in text
     assert f"wrote      {tmp_path / 'report.html'}" in said
-    assert page.tags.count("svg") == 1
 
 
 def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_text(tmp_path, capsys):
@@ -64,7 +63,7 @@ def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_
     run.server(events.REPLICA_OFFLINE, replica=1, reason=hostile)
     run.finish()
     said, page = report(tmp_path, capsys)
-    assert "recovered  1 of 1 interruptions inside replicas" in said and "DMR        replica 0: " in said
+    assert "recovered  1 of 1 interruption inside replicas" in said and "DMR        replica 0: " in said
     assert page.tags.count("img") == 1, "the timeline"
     text = " ".join(page.texts)
     for words in ("Recoveries", "Operators executed twice (DMR)", "Other protections", "rebuilt from their neighbours"):
@@ -104,8 +103,7 @@ def test_reports_of_whatever_happens(seed, tmp_path, capsys):
 def test_a_run_that_has_only_begun(tmp_path, capsys):
     run = Run(tmp_path)
     run.close()
-    _, page = report(tmp_path, capsys)
-    assert "The run has recorded no losses." in page.texts
+    report(tmp_path, capsys)
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "starting" in capsys.readouterr().out
     (tmp_path / "bare" / "replica-3").mkdir(parents=True)

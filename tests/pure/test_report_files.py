@@ -83,15 +83,13 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     said, page = report(folder, capsys)
     text = " ".join(page.texts)
     for words in (
-        *("interruptions", "recovered", "goodput", "median recovery", "steps redone", "66.7 %"),
-        *("Effective training time", "formula, stall 1.10 s, away 1.10 s, 1 replica, a failure every 5.00 s"),
+        *("3 of 3 interruptions, 1 replaced, 1 in place, 1 restart", "goodput", "66.7 % of 15.0 s"),
+        *("by the paper's formula with a failure every 5.00 s", "with one every 18 min"),
         *("worker n0.w3 (logical rank 3, node n0): SIGKILL", "rank 3: n0.w3 -> n0.w4", "9 of 54", "release 70 ms"),
         *("replaced", "in place", "restart", "every worker was restarted", "2 faults injected"),
         *("pretrain_gpt.py", "<b>&", "<script>alert(1)</script>", "epoch_opened", "finished"),
     ):
         assert words in text, words
-    assert page.tags.count("svg") == 1
-    assert (folder / "report.html").read_text().count('class="fault"') == 3
     assert "3 of 3 interruptions" in said
     assert str(folder / "report.html") in said and str(folder / "timeline.png") in said
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from histories import History
 
 from ft.base import events
-from ft.observe.report.protections import REBUILD_HEAD, rebuild_rows, rebuilds
+from ft.observe.report.protections import REBUILD_HEAD, rebuild_rows
 from ft.record.block import recovery_block
 from ft.record.run import Run
 
@@ -21,28 +21,20 @@ def run_of(losses: list[float], *rebuilt: tuple[int, int]) -> Run:
 
 def test_the_jump_is_against_the_mean_of_the_last_steps_and_is_made_good_below_it():
     losses = [9.0, 4.2, 4.0, 4.1, 3.9, 3.8, 5.0, 4.5, 4.1, 3.9, 3.5]
-    (made,) = rebuilds(run_of(losses, (6, 1)))
-    assert (made.before, made.after, made.good_after) == (4.0, 5.0, 4)
-    assert made.jump == 1.0
-    (row,) = rebuild_rows([made])
+    (row,) = rebuild_rows(run_of(losses, (6, 1)))
     assert row == ("6", "1", "weighted (25 % + 75 %)", "40 ms", "4.000", "5.000", "+1.000", "after 4 steps")
     assert len(row) == len(REBUILD_HEAD)
 
 
 def test_a_loss_that_is_not_made_good_and_a_run_without_losses():
-    (made,) = rebuilds(run_of([4.0, 5.0, 4.5], (1, 2)))
-    assert (made.jump, made.good_after) == (1.0, None) and rebuild_rows([made])[0][-1] == "not yet"
-    (made,) = rebuilds(run_of([], (1, 2)))
-    assert made.jump is None and rebuild_rows([made])[0][4:7] == ("-", "-", "-")
+    assert rebuild_rows(run_of([4.0, 5.0, 4.5], (1, 2)))[0][-2:] == ("+1.000", "not yet")
+    assert rebuild_rows(run_of([], (1, 2)))[0][4:] == ("-", "-", "-", "not yet")
 
 
 def test_a_rebuild_that_was_begun_again_counts_once_and_two_stages_count_twice():
-    assert [(r.step, r.stage) for r in rebuilds(run_of([4.0] * 9, (5, 1), (5, 1), (5, 3), (7, 1)))] == [
-        (5, 1),
-        (5, 3),
-        (7, 1),
-    ]
-    assert rebuilds(run_of([4.0] * 9)) == []
+    found = rebuild_rows(run_of([4.0] * 9, (5, 1), (5, 1), (5, 3), (7, 1)))
+    assert [row[:2] for row in found] == [("5", "1"), ("5", "3"), ("7", "1")]
+    assert rebuild_rows(run_of([4.0] * 9)) == []
 
 
 def test_the_block_at_the_terminal_names_the_stage_and_its_shares():

@@ -47,9 +47,6 @@ class Catalogue:
         if kinds:
             self.found.append((operator, course.unit.phase, execution, all(kinds)))
 
-    def payload(self, kind, course, tensors) -> None:
-        self.falsify(None, kind, course, tensors)
-
     def deferred(self, at, tensors) -> None:
         kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
         if kinds:
@@ -117,16 +114,12 @@ class Lab:
         self.falsifier = None
         self.engine.mode._disturbance = self
         self.engine.queue.disturb = self.deferred
-        self.engine._wire = self.payload
+        self.engine._falsifier = self
         self.engine._collectives._falsify = self.engine._falsify_reduced
 
     def falsify(self, *args) -> None:
         if self.falsifier is not None:
             self.falsifier.falsify(*args)
-
-    def payload(self, *args) -> None:
-        if self.falsifier is not None:
-            self.falsifier.payload(*args)
 
     def deferred(self, *args) -> None:
         if self.falsifier is not None:
@@ -234,5 +227,5 @@ def judge(hits: list, alarmed: bool, found: list, error: str | None, is_same: bo
         "error": error,
         "how": sorted({one.how for one in found}),
         "mismatches": len(found),
-        **hit.values(),
+        **vars(hit),
     }

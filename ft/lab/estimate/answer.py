@@ -55,12 +55,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of one iteration without its optimizer step.
-
-    Attributes:
-        naive_overhead: time that naive DMR adds, as a share of the iteration's time without DMR.
-        idle: share of the time in which a stage computes nothing (mean over stages).
-    """
+    """Shares of one iteration without its optimizer step: the time that naive DMR adds, of the time without DMR, and
+    the time in which a stage computes nothing (mean over stages)."""
 
     naive_overhead: float
     idle: float
@@ -138,15 +134,8 @@ def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: floa
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate for one batch size of a question.
-
-    Attributes:
-        layout: sizes of the parallel groups and of the batch.
-        shares: overhead of naive DMR (each operator is repeated at once) and idle share of the iteration without its
-            optimizer step, computed from the schedule.
-        plan: the planner's result.
-        flops_share: model FLOPs utilisation (MFU) without DMR, from 0 to 1; recomputation is not counted.
-    """
+    """The estimate for one batch size of a question. ``shares`` are computed from the schedule; ``flops_share`` is the
+    model FLOPs utilisation (MFU) without DMR, from 0 to 1, without recomputation."""
 
     layout: Layout
     shares: Shares

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts that replaces every MLP.
-
-    Attributes:
-        count: number of experts in a layer.
-        active: number of experts that a token is routed to.
-        shared: width of the expert that every token visits, 0 for none; routed experts have the width ``Model.ffn``.
-    """
+    """A mixture of experts that replaces every MLP: experts of a layer, experts that a token is routed to, and the
+    width of the expert that every token visits, 0 for none. Routed experts have the width ``Model.ffn``."""
 
     count: int
     active: int

@@ -48,10 +48,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the self-test and print its result.
-
-    Returns:
-        0 if all operators are stable, 1 if some are not.
+    """Run the self-test, print its result, and return 0 if all operators are stable, 1 if some are not.
 
     Raises:
         UserError: the flags are invalid, or the file cannot be written.

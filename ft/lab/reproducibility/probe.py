@@ -15,13 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.show.text import count, table
-from ft.systems.dmr.digest import compare, differing
+from ft.systems.dmr.digest import differing, same
 from ft.systems.dmr.runtime.operators import (
-    OperatorProperties,
+    Call,
+    call_of,
     check_in_place,
     execute_again,
     is_counted,
-    properties_of,
     state_before,
     tensors_in,
     written,
@@ -57,11 +57,7 @@ _PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
 @dataclass(frozen=True)
 class Case:
-    """One model that the self-test trains for a few steps.
-
-    Attributes:
-        flags: command-line flags for the trainer, ``pretrain_gpt.py``.
-    """
+    """One model that the self-test trains for a few steps, by flags of the trainer, ``pretrain_gpt.py``."""
 
     name: str
     flags: str
@@ -94,13 +90,8 @@ Again = Callable[[], list[torch.Tensor]]
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """Calls of an operator that are treated as equivalent.
-
-    Attributes:
-        operator: DMR's name of the operator.
-        magnitude: bit length of the largest input's number of elements; kernels for larger inputs may split their work
-            differently, and so have other results.
-    """
+    """Calls of an operator that are treated as equivalent. ``magnitude``: bit length of the largest input's number of
+    elements; kernels for larger inputs may split their work differently, and so have other results."""
 
     operator: str
     dtypes: tuple[str, ...]
@@ -114,13 +105,10 @@ class Finding:
     Attributes:
         case: name of the training step in which the kind occurred first.
         shapes: shapes of the input tensors of the first call.
-        calls: number of calls that were repeated.
         runs: number of repetitions of all calls together.
         differing: number of repetitions whose result differed from the first one.
-        elements: largest number of elements that differed in one repetition.
-        output_elements: number of elements of the output in the repetition that ``elements`` comes from.
-        deterministic: None while no repetition differed; else the result with torch's deterministic algorithms:
-            STABLE, UNSTABLE, REFUSED or NOT_TRIED.
+        elements: largest number of elements that differed in one repetition, whose output has ``output_elements``.
+        deterministic: None while no repetition differed; else the result with torch's deterministic algorithms.
     """
 
     kind: Kind
@@ -139,11 +127,8 @@ class Finding:
 
 
 class Probe(TorchDispatchMode):
-    """Dispatch mode that repeats the first ``calls`` calls of each kind ``runs`` times.
-
-    Attributes:
-        case: name of the training step that is being executed.
-    """
+    """Dispatch mode that repeats the first ``calls`` calls of each kind ``runs`` times. ``case``: name of the training
+    step that is being executed."""
 
     def __init__(self, runs: int, calls: int = 2):
         super().__init__()
@@ -152,38 +137,35 @@ class Probe(TorchDispatchMode):
         self.case = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        operator = properties_of(func)
-        if not is_counted(operator, args, kwargs):
-            return func(*args, **kwargs)
-        finding = self._finding_of(operator, args, kwargs)
+        call = call_of(func, args, kwargs)
+        if not is_counted(call):
+            return func(*args, **call.kwargs)
+        finding = self._finding_of(call)
         if finding.calls >= self._calls:
-            return func(*args, **kwargs)
+            return func(*args, **call.kwargs)
         finding.calls += 1
-        return self._execute(finding, operator, func, args, kwargs)
+        return self._execute(finding, call)
 
-    def _finding_of(self, operator: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> Finding:
-        given = tensors_in((args, kwargs))
+    def _finding_of(self, call: Call) -> Finding:
+        given = tensors_in((call.args, call.kwargs))
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in given)
         magnitude = max((tensor.numel() for tensor in given), default=0).bit_length()
-        kind = Kind(operator.name, tuple(dtypes), magnitude)
+        kind = Kind(call.kind.name, tuple(dtypes), magnitude)
         if kind not in self.findings:
             self.findings[kind] = Finding(kind, self.case, tuple(tuple(tensor.shape) for tensor in given))
         return self.findings[kind]
 
-    def _execute(
-        self, finding: Finding, operator: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _execute(self, finding: Finding, call: Call) -> Any:
         """Execute the call and its repetitions; return the result of the call itself."""
-        if not operator.written:
-            state = state_before(operator, args, kwargs)
-            out = func(*args, **kwargs)
-            self._repeat(finding, tensors_in(out), lambda: tensors_in(execute_again(func, args, kwargs, state)))
+        if not call.kind.written:
+            state = state_before(call)
+            out = call.func(*call.args, **call.kwargs)
+            self._repeat(finding, tensors_in(out), lambda: tensors_in(execute_again(call, state)))
             return out
-        first = check_in_place(operator, func, args, kwargs)
-        self._repeat(finding, first, lambda: check_in_place(operator, func, args, kwargs))
-        out = func(*args, **kwargs)
-        _compare(finding, first, tensors_in(written(operator, args, kwargs)))
+        first = check_in_place(call)
+        self._repeat(finding, first, lambda: check_in_place(call))
+        out = call.func(*call.args, **call.kwargs)
+        _compare(finding, first, tensors_in(written(call)))
         return out
 
     def _repeat(self, finding: Finding, first: Sequence[torch.Tensor], again: Again) -> None:
@@ -196,7 +178,7 @@ class Probe(TorchDispatchMode):
 
 def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> None:
     finding.runs += 1
-    wrong = [(a, b) for a, b in zip(first, again, strict=True) if not compare(a, b).item()]
+    wrong = [(a, b) for a, b in zip(first, again, strict=True) if not same(a, b)]
     if not wrong:
         return
     finding.differing += 1
@@ -213,10 +195,10 @@ def _deterministically(again: Again, runs: int) -> str:
     try:
         with _deterministic_algorithms():
             first = again()
-            same = all(compare(a, b).item() for _ in range(runs) for a, b in zip(first, again(), strict=True))
+            alike = all(same(a, b) for _ in range(runs) for a, b in zip(first, again(), strict=True))
     except RuntimeError as error:
         return NOT_TRIED if _CUBLAS in str(error) else REFUSED
-    return STABLE if same else UNSTABLE
+    return STABLE if alike else UNSTABLE
 
 
 @contextlib.contextmanager
@@ -244,11 +226,7 @@ _HEAD = ("operator", "dtypes", "largest", "differed", "elements", "with --determ
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a self-test.
-
-    Attributes:
-        deterministic: whether torch's deterministic algorithms were enabled.
-    """
+    """The result of a self-test. ``deterministic``: whether torch's deterministic algorithms were enabled."""
 
     device: str
     threads: int
@@ -265,7 +243,7 @@ class Outcome:
     def names(self) -> Unstable:
         """Return the list of unstable operators that a run with DMR reads."""
         operators = dict.fromkeys(one.kind.operator for one in self.unstable)
-        return Unstable(tuple(operators), self.torch, self.device)
+        return Unstable(tuple(operators), str(self.torch), self.device)
 
 
 def as_text(outcome: Outcome) -> str:

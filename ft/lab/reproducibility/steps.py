@@ -34,11 +34,7 @@ STEPS = 2
 
 
 def watch(case: Case, probe: Probe, layers: int = 0) -> None:
-    """Train ``case`` under ``probe``.
-
-    Args:
-        probe: the dispatch mode that repeats the operators and compares their results.
-        layers: largest number of layers to train; 0: all layers of the model.
+    """Train ``case`` under ``probe``, with at most ``layers`` layers (0: all).
 
     Raises:
         UserError: the flags do not work on one rank, or the model does not fit this device.
@@ -79,9 +75,7 @@ def alone(options: Options, layers: int = 0) -> Options:
         training=replace(
             training,
             global_batch_size=2 * (training.micro_batch_size or 1),
-            rampup_batch_size=None,
             train_iters=STEPS,
-            train_samples=None,
         ),
         tokenizer=_null_tokenizer(options),
         data=DataOptions(

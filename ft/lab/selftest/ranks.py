@@ -55,12 +55,8 @@ def shared_gpu(number: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank's function is given.
-
-    Attributes:
-        planted: whether the check's fault is to be made.
-        gpus: number of GPUs that the ranks use; 0: none.
-    """
+    """What a rank's function is given. ``planted``: whether the check's fault is to be made; ``gpus``: number of GPUs
+    that the ranks use; 0: none."""
 
     number: int
     size: int
@@ -87,12 +83,8 @@ TOKEN = "selftest of one check"
 
 
 class Crew:
-    """The ranks of a check.
-
-    Args:
-        function: what each rank does; it takes a :class:`Rank` and returns JSON values.
-        name: distinguishes several crews of a check.
-    """
+    """The ranks of a check. ``function`` is what each rank does, and returns JSON values; ``name`` distinguishes
+    several crews."""
 
     def __init__(self, context: Context, size: int, function: Callable[[Rank], Any], name: str = "ranks"):
         self.size, self._folder = size, context.scratch / name
@@ -110,10 +102,7 @@ class Crew:
         os.kill(self._pids[number], signal.SIGKILL)
 
     def wait(self, limit_s: float, expected: set[int] | None = None) -> dict[int, Any]:
-        """Wait for ranks, kill the others, and return rank -> result.
-
-        Args:
-            expected: the ranks to wait for; None: all.
+        """Wait for the ``expected`` ranks (None: all), kill the others, and return rank -> result.
 
         Raises:
             Failed: one of them has failed, or has not come back in time.
@@ -195,13 +184,9 @@ class Crew:
 
 
 class Member:
-    """A rank with reconfigurable process groups, which closes epochs when a key of the store says so.
-
-    In a run, the control plane closes epochs; here the check's process or another rank does.
-
-    Args:
-        waits: whether a failed operation waits for the epoch to be closed before it raises, as in a run.
-    """
+    """A rank with reconfigurable process groups, which closes epochs when a key of the store says so. In a run, the
+    control plane closes epochs; here the check's process or another rank does. ``waits``: whether a failed operation
+    waits for the epoch to be closed before it raises, as in a run."""
 
     def __init__(self, rank: Rank, timeout_s: float, *, waits: bool = True):
         self._rank, self._waits, self.epoch, self.device = rank, waits, 0, rank.device()
@@ -223,11 +208,8 @@ class Member:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def reduce(self, group=None, error: float = 0.0) -> None:
-        """Sum a tensor over a group, and wait until the result is there.
-
-        Args:
-            group: the process group; None: that of all ranks.
-            error: is added to an element of the result, for a planted fault.
+        """Sum a tensor over a group (None: all ranks), and wait until the result is there. ``error`` is added to an
+        element of it.
 
         Raises:
             FtError: the result is wrong, or the epoch was closed.

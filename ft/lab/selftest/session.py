@@ -35,51 +35,39 @@ _HEAD = ("check", "result", "time", "found")
 
 
 @dataclass(frozen=True)
-class CheckRow:
-    """A check with its results."""
-
-    check: Check
-    results: Sequence[Result]
-
-    @property
-    def result(self) -> Result:
-        return together(list(self.results))
-
-
-@dataclass(frozen=True)
 class SelfTestOutcome:
-    """The outcome of a self-test."""
+    """The outcome of a self-test: each check with its results on all nodes."""
 
-    rows: Sequence[CheckRow]
+    rows: Sequence[tuple[Check, Sequence[Result]]]
     nodes: Sequence[str]
     folder: str
     seconds: float
 
     @property
+    def together(self) -> list[tuple[Check, Result]]:
+        """Return each check with its result on all nodes together."""
+        return [(check, together(results)) for check, results in self.rows]
+
+    @property
     def passed(self) -> bool:
         """Return whether no check has failed."""
-        return all(row.result.outcome != FAIL for row in self.rows)
+        return all(result.outcome != FAIL for _, result in self.together)
 
 
 def as_text(outcome: SelfTestOutcome) -> str:
     """Return the table, what to do about each failure, and a summary."""
+    rows = outcome.together
     cells = [
-        (
-            row.check.name,
-            row.result.outcome,
-            seconds(row.result.seconds) if row.result.seconds else "-",
-            row.result.text,
-        )
-        for row in outcome.rows
+        (check.name, one.outcome, seconds(one.seconds) if one.seconds else "-", " ".join(one.text.split()))
+        for check, one in rows
     ]
-    lines = [table(_HEAD, [tuple(" ".join(cell.split()) for cell in line) for line in cells], right=(2,)), ""]
-    for row in outcome.rows:
-        if row.result.outcome == FAIL:
-            lines += [f"{row.check.name} shows: {row.check.shows}", f"  what to do: {row.result.fix}"]
-    numbers = Counter(row.result.outcome for row in outcome.rows)
-    said = ", ".join(
-        f"{numbers[kind]} {word}" for kind, word in ((PASS, "passed"), (FAIL, "failed"), (SKIPPED, "skipped"))
-    )
+    lines = [table(_HEAD, cells, right=(2,)), ""]
+    for check, one in rows:
+        if one.outcome == FAIL:
+            lines += [f"{check.name} shows: {check.shows}", f"  what to do: {one.fix}"]
+    numbers = Counter(one.outcome for _, one in rows)
+    kinds = ((PASS, "passed"), (FAIL, "failed"), (SKIPPED, "skipped"))
+    said = ", ".join(f"{numbers[kind]} {word}" for kind, word in kinds)
     where = count(len(outcome.nodes), "node")
     return "\n".join([*lines, f"{said}; {where}, {seconds(outcome.seconds)}; logs: {outcome.folder}"])
 
@@ -92,13 +80,13 @@ def as_values(outcome: SelfTestOutcome) -> dict[str, Any]:
         "nodes": list(outcome.nodes),
         "seconds": round(outcome.seconds, 3),
         "folder": outcome.folder,
-        "checks": [_values(row) for row in outcome.rows],
+        "checks": [_values(*row) for row in outcome.rows],
     }
 
 
-def _values(row: CheckRow) -> dict[str, Any]:
-    values = {"name": row.check.name, "shows": row.check.shows, **asdict(row.result)}
-    return {**values, "node": None, "fix": row.result.fix or None, "nodes": [asdict(one) for one in row.results]}
+def _values(check: Check, results: Sequence[Result]) -> dict[str, Any]:
+    values = {"name": check.name, "shows": check.shows, **asdict(one := together(results))}
+    return {**values, "node": None, "fix": one.fix or None, "nodes": [asdict(one) for one in results]}
 
 
 _ASK_S, _JOIN_S, _GRACE_S, _STORE_S = 0.1, 120.0, 20.0, 60.0
@@ -108,11 +96,7 @@ _INTERACTIVE_STEP = "4294967290"
 
 @dataclass(frozen=True)
 class Place:
-    """This node's place among the nodes of the self-test.
-
-    Attributes:
-        node: number of this node, from 0.
-    """
+    """This node's place among the nodes of the self-test; nodes are numbered from 0."""
 
     node: int = 0
     nnodes: int = 1
@@ -127,7 +111,6 @@ class Nodes:
         host: address at which the other nodes reach this one.
         names: names of the nodes, in order; on other nodes than node 0 only this one's.
         address: address of the store, "" with one node.
-        token: the shared secret of the nodes.
     """
 
     def __init__(self, place: Place, run_dir: Path, turn: Callable[[], None]):
@@ -202,11 +185,8 @@ class Nodes:
         self._store.set(f"result/{number}/{self.place.node}", json.dumps(asdict(result)))
 
     def collect(self, number: int, deadline: float) -> list[Result]:
-        """On node 0: return the results of the other nodes; a node that does not answer has failed.
-
-        Args:
-            deadline: monotonic time at which the nodes kill the check's processes.
-        """
+        """On node 0: return the results of the other nodes; a node that does not answer has failed. ``deadline``:
+        monotonic time at which the nodes kill the check's processes."""
         found = []
         for node in range(1, self.place.nnodes):
             key = f"result/{number}/{node}"
@@ -321,10 +301,8 @@ class Executor:
             raise Interrupted(self._signum)
 
     def run(self, check: Check, context: Context, is_cut: bool) -> Result:
-        """Run a check and return its result. Kill its processes when ``context.limit_s`` is over.
-
-        Args:
-            is_cut: whether that limit is what was left of ``--minutes`` instead of the check's own.
+        """Run a check and return its result. Kill its processes when ``context.limit_s`` is over. ``is_cut``: whether
+        that limit is what was left of ``--minutes`` instead of the check's own.
 
         Raises:
             Interrupted: SIGINT or SIGTERM has arrived.
@@ -388,13 +366,8 @@ _RESERVE_S = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a self-test is to do.
-
-    Attributes:
-        planted: names of the checks whose fault is made.
-        run_dir: the folder that the checks may write to, which all nodes share.
-        gpus: largest number of GPUs to use on each node; None: all.
-    """
+    """What a self-test is to do. ``planted``: names of the checks whose fault is made; ``run_dir``: the folder that the
+    checks may write to, which all nodes share; ``gpus``: largest number of GPUs to use on each node; None: all."""
 
     checks: Sequence[Check]
     planted: frozenset[str]
@@ -432,7 +405,7 @@ class SelfTest:
                 results = [self._run(check, limit, is_cut), *self._nodes.collect(number, deadline)]
             else:
                 self._nodes.announce(number, SKIPPED, 0.0, True)
-            rows.append(CheckRow(check, results))
+            rows.append((check, results))
         self._nodes.announce(len(self._plan.checks), "", 0.0, False)
         self._nodes.close()
         _progress("")

@@ -4,6 +4,7 @@ What does not fit into the given time is left out at the end.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,7 @@ Measured = dict[str, Any]
 
 
 class Failed(Exception):
-    """A check has shown that something does not work.
-
-    Args:
-        fix: what the owner of the cluster can do about it.
-    """
+    """A check has shown that something does not work. ``fix``: what the owner of the cluster can do about it."""
 
     def __init__(self, problem: str, fix: str, measured: Measured | None = None):
         super().__init__(problem)
@@ -41,17 +38,17 @@ class Check:
     """One check of the self-test.
 
     Attributes:
-        shows: what it shows, in words that follow "shows:".
         function: "module:function" below ``ft.lab.selftest.checks``; it takes a :class:`Context`, returns (text,
             measured values), and raises :class:`Failed` or :class:`Skipped`.
+        shows: what it shows, in words that follow "shows:".
         needs_s: seconds that it usually takes; it is not begun when less is left of the time of the self-test.
         limit_s: deadline in seconds; it then counts as failed and its processes are killed.
         plants: the fault that ``--plant`` makes for this check.
     """
 
     name: str
-    shows: str
     function: str
+    shows: str
     needs_s: float
     limit_s: float
     plants: str
@@ -69,7 +66,6 @@ class Context:
         planted: whether to make the check's fault, which it then has to find.
         host: address at which the other nodes reach this one.
         store: address of the store in which the nodes of this check meet; "" with one node.
-        token: shared secret of the self-test's processes.
     """
 
     check: str
@@ -111,13 +107,8 @@ class Context:
 
 @dataclass
 class Result:
-    """The outcome of a check on one node, or on all nodes together.
-
-    Attributes:
-        outcome: PASS, FAIL or SKIPPED.
-        fix: what to do about a failure, otherwise "".
-        node: name of the node; "" for all nodes together.
-    """
+    """The outcome (PASS, FAIL or SKIPPED) of a check on one node, or on all nodes together (``node`` is "" then), and
+    what to do about a failure."""
 
     outcome: str
     text: str
@@ -127,11 +118,9 @@ class Result:
     node: str = ""
 
 
-def together(results: list[Result]) -> Result:
-    """Return one result for the results of all nodes, of which the first is that of node 0.
-
-    It fails if it fails on a node, and is skipped if it is skipped on all nodes.
-    """
+def together(results: Sequence[Result]) -> Result:
+    """Return one result for the results of all nodes, of which the first is that of node 0. It fails if it fails on a
+    node, and is skipped if it is skipped on all nodes."""
     if len(results) == 1:
         return results[0]
     failed = [one for one in results if one.outcome == FAIL]
@@ -145,154 +134,71 @@ def together(results: list[Result]) -> Result:
     return Result(chosen.outcome, text, "; ".join(fixes), chosen.measured, max(one.seconds for one in results))
 
 
+# fmt: off
 CHECKS = (
-    Check(
-        "versions",
-        "the versions and settings that training will use; that they fit each other, and are equal on all nodes",
-        "nodes:versions",
-        needs_s=5,
-        limit_s=60,
-        plants="TORCH_NCCL_BLOCKING_WAIT is set",
-    ),
-    Check(
-        "storage",
-        "the run folder can be written and synchronised, and a leader's lease is renewed and seen in time",
-        "nodes:storage",
-        needs_s=3,
-        limit_s=60,
-        plants="the run folder is below a file",
-    ),
-    Check(
-        "ports",
-        "every node reaches every other one at the ports that processes choose",
-        "nodes:ports",
-        needs_s=2,
-        limit_s=60,
-        plants="node 0 listens at another port than it says",
-    ),
-    Check(
-        "clocks",
-        "the clocks of the nodes agree, so that reports order events of several nodes correctly",
-        "nodes:clocks",
-        needs_s=2,
-        limit_s=60,
-        plants="the clock of node 0 is 10 s fast",
-    ),
-    Check(
-        "fork",
-        "a process forked from one that has imported torch and counted the GPUs can use the device",
-        "fork:fork",
-        needs_s=8,
-        limit_s=60,
-        plants="the forked process never returns from its first call of the device",
-    ),
-    Check(
-        "one-rank",
-        "a process group of one rank is made, aborted twice, and made again",
-        "groups:one_rank",
-        needs_s=8,
-        limit_s=90,
-        plants="a result is wrong",
-    ),
-    Check(
-        "groups",
-        "process groups of several ranks are made, aborted in the middle of an all-reduce, and made again, twice",
-        "groups:several_ranks",
-        needs_s=10,
-        limit_s=120,
-        plants="the last rank does not come back after the first abort",
-    ),
-    Check(
-        "killed-rank",
-        "when a rank is killed in an all-reduce, the others are released",
-        "groups:killed_rank",
-        needs_s=8,
-        limit_s=90,
-        plants="nobody closes the epoch of the killed rank",
-    ),
-    Check(
-        "hung-groups",
-        "two groups that hang are aborted together, without waiting for each other",
-        "groups:hung_groups",
-        needs_s=12,
-        limit_s=120,
-        plants="an abort never returns",
-    ),
-    Check(
-        "snapshot",
-        "a snapshot of the training state reaches host memory intact, and how fast",
-        "device:snapshot",
-        needs_s=8,
-        limit_s=120,
-        plants="a byte of the snapshot flips",
-    ),
-    Check(
-        "training",
-        "ft run trains a small GPT with hot-swap to the end; its losses are the reference of the next checks",
-        "training:without_fault",
-        needs_s=20,
-        limit_s=240,
-        plants="a worker reports invalid input",
-    ),
-    Check(
-        "kill",
-        "a worker that gets SIGKILL is replaced by a standby, and the losses stay the same, bit for bit",
-        "training:kill",
-        needs_s=25,
-        limit_s=240,
-        plants="there is no standby",
-    ),
-    Check(
-        "stall",
-        "a worker whose training thread hangs while its heartbeats go on is replaced; losses as above",
-        "training:stall",
-        needs_s=45,
-        limit_s=300,
-        plants="there is no standby",
-    ),
-    Check(
-        "stop",
-        "a worker that gets SIGSTOP is replaced; losses as above",
-        "training:stop",
-        needs_s=25,
-        limit_s=240,
-        plants="there is no standby",
-    ),
-    Check(
-        "ring",
-        "the all-reduce between replicas gives the same bits on all members, and those of the sum on the CPU",
-        "groups:ring",
-        needs_s=10,
-        limit_s=120,
-        plants="a bit of a member's result flips",
-    ),
-    Check(
-        "digests",
-        "DMR's digests on the device equal those of the CPU, and change with every bit",
-        "device:digests",
-        needs_s=6,
-        limit_s=120,
-        plants="a bit of the tensor on the device flips",
-    ),
-    Check(
-        "reproducible",
-        "the operators of training give the same bits when they are executed again, as DMR needs it",
-        "device:reproducible",
-        needs_s=30,
-        limit_s=420,
-        plants="an operator's result varies",
-    ),
+    Check("versions", "nodes:versions", needs_s=5, limit_s=60,
+          shows="the versions and settings that training will use; that they fit each other, and are equal on all "
+                "nodes",
+          plants="TORCH_NCCL_BLOCKING_WAIT is set"),
+    Check("storage", "nodes:storage", needs_s=3, limit_s=60,
+          shows="the run folder can be written and synchronised, and a leader's lease is renewed and seen in time",
+          plants="the run folder is below a file"),
+    Check("ports", "nodes:ports", needs_s=2, limit_s=60,
+          shows="every node reaches every other one at the ports that processes choose",
+          plants="node 0 listens at another port than it says"),
+    Check("clocks", "nodes:clocks", needs_s=2, limit_s=60,
+          shows="the clocks of the nodes agree, so that reports order events of several nodes correctly",
+          plants="the clock of node 0 is 10 s fast"),
+    Check("fork", "fork:fork", needs_s=8, limit_s=60,
+          shows="a process forked from one that has imported torch and counted the GPUs can use the device",
+          plants="the forked process never returns from its first call of the device"),
+    Check("one-rank", "groups:one_rank", needs_s=8, limit_s=90,
+          shows="a process group of one rank is made, aborted twice, and made again",
+          plants="a result is wrong"),
+    Check("groups", "groups:several_ranks", needs_s=10, limit_s=120,
+          shows="process groups of several ranks are made, aborted in the middle of an all-reduce, and made again, "
+                "twice",
+          plants="the last rank does not come back after the first abort"),
+    Check("killed-rank", "groups:killed_rank", needs_s=8, limit_s=90,
+          shows="when a rank is killed in an all-reduce, the others are released",
+          plants="nobody closes the epoch of the killed rank"),
+    Check("hung-groups", "groups:hung_groups", needs_s=12, limit_s=120,
+          shows="two groups that hang are aborted together, without waiting for each other",
+          plants="an abort never returns"),
+    Check("snapshot", "device:snapshot", needs_s=8, limit_s=120,
+          shows="a snapshot of the training state reaches host memory intact, and how fast",
+          plants="a byte of the snapshot flips"),
+    Check("training", "training:without_fault", needs_s=20, limit_s=240,
+          shows="ft run trains a small GPT with hot-swap to the end; its losses are the reference of the next checks",
+          plants="a worker reports invalid input"),
+    Check("kill", "training:kill", needs_s=25, limit_s=240,
+          shows="a worker that gets SIGKILL is replaced by a standby, and the losses stay the same, bit for bit",
+          plants="there is no standby"),
+    Check("stall", "training:stall", needs_s=45, limit_s=300,
+          shows="a worker whose training thread hangs while its heartbeats go on is replaced; losses as above",
+          plants="there is no standby"),
+    Check("stop", "training:stop", needs_s=25, limit_s=240,
+          shows="a worker that gets SIGSTOP is replaced; losses as above",
+          plants="there is no standby"),
+    Check("ring", "groups:ring", needs_s=10, limit_s=120,
+          shows="the all-reduce between replicas gives the same bits on all members, and those of the sum on the CPU",
+          plants="a bit of a member's result flips"),
+    Check("digests", "device:digests", needs_s=6, limit_s=120,
+          shows="DMR's digests on the device equal those of the CPU, and change with every bit",
+          plants="a bit of the tensor on the device flips"),
+    Check("reproducible", "device:reproducible", needs_s=30, limit_s=420,
+          shows="the operators of training give the same bits when they are executed again, as DMR needs it",
+          plants="an operator's result varies"),
 )
+# fmt: on
 """All checks."""
 
 _NAMES = [check.name for check in CHECKS]
 
 
 def chosen(names: list[str], flag: str) -> list[Check]:
-    """Return the checks with these names, in the order of ``CHECKS``.
-
-    Args:
-        names: values of ``flag``; each may be several names with commas between them.
+    """Return the checks with the names in the values of ``flag``, each of which may be several with commas between
+    them, in the order of ``CHECKS``.
 
     Raises:
         UserError: there is no check of that name.

@@ -7,52 +7,31 @@ show in it. Panels about one replica are repeated for each replica of a run of s
 import base64
 import json
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
 
-from ft import faults
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.faults.hang.look import Look
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import protections, ranks, text
-from ft.observe.report.lineage import FAILURE, REJOIN
-from ft.observe.report.record import (
-    PAPER_BETWEEN_S,
-    PAPER_REPAIR_S,
-    PAPER_REPLICAS,
-    PAPER_STALL_S,
-    Losses,
-    Record,
-    Replica,
-    asynchronous,
-    synchronous,
-)
-from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
+from ft.observe.report.record import Record, Replica
+from ft.observe.report.status import health, lost_nodes, lost_sentence
 from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed
-from ft.record.recoveries import PHASES, Recovery
-from ft.record.run import EVENTS, replicas
+from ft.record.recoveries import Recovery
+from ft.record.run import EVENTS
 from ft.show import palette
 from ft.show.html import html, joined
 from ft.show.text import count, percent, seconds, shortened
 
-_MOST_EVENTS, _MOST_HANGS, _MOST_MISMATCHES, _MOST_POINTS = 5000, 5, 200, 2000
-_WIDTH, _HEIGHT = 1180, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 38
-
-Card = tuple[str, str, str]
-"""A headline figure: its name, its value, and a note."""
+_MOST_EVENTS, _MOST_HANGS, _MOST_MISMATCHES = 5000, 5, 200
 
 
 @dataclass(frozen=True)
@@ -71,7 +50,10 @@ def page(record: Record, timeline: bytes) -> str:
     """
     panels = [make(record) for make in (*_PANELS, partial(_timeline, timeline), *_PANELS_BELOW)]
     name = record.folder.resolve().name
-    return html("document", name, _subtitle(record), _cards(record), [panel for panel in panels if panel is not None])
+    figures = [*text.facts(record), *(("", problem) for problem in text.problems(record) if record.has_quorum)]
+    return html(
+        "document", name, _subtitle(record), html("facts", figures), [panel for panel in panels if panel is not None]
+    )
 
 
 def _subtitle(record: Record) -> str:
@@ -89,81 +71,23 @@ def _date(wall: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall))
 
 
-def _cards(record: Record) -> list[Card]:
-    found = _quorum_cards(record) if record.has_quorum else []
-    found += _recovery_cards(record) if record.recoveries or not record.has_quorum else []
-    checked = [one for _, one in record.corruptions]
-    return found + ([protections.card(checked)] if checked else [])
-
-
-def _quorum_cards(record: Record) -> list[Card]:
-    audit, failures, rejoins = record.audit, record.of_kind(FAILURE), record.of_kind(REJOIN)
-    wrong = audit.duplicates + audit.gaps + audit.unaccounted
-    rebuilt = sum(len(one.away_s) for one in rejoins)
-    return [
-        ("samples trained twice or lost", str(wrong), f"of {audit.trained}"),
-        ("effective", percent(record.effective.measured), f"{len(record.steps)} steps"),
-        ("failures", str(len(failures)), f"{rebuilt} replicas rejoined"),
-        ("stall per failure", _mean([one.stall_s for one in failures]), "mean, of the others"),
-        ("stall per rejoin", _mean([one.stall_s for one in rejoins]), "mean, of the others"),
-    ]
-
-
-def _recovery_cards(record: Record) -> list[Card]:
-    found = [recovery for _, recovery in record.recoveries]
-    totals = [r.total for r in found if r.is_over and r.total is not None]
-    redone = [r.steps_redone for r in found if r.steps_redone is not None]
-    injected = sum(event.name == events.FAULT_INJECTED for _, event in record.history)
-    names = dict.fromkeys(r.outcome for r in found)
-    outcomes = ", ".join(f"{sum(r.outcome == name for r in found)} {name}" for name in names)
-    cards = [
-        ("interruptions", str(len(found)), f"{injected} faults injected"),
-        ("recovered", str(sum(r.is_over for r in found)), outcomes or "nothing to recover from"),
-        ("median recovery", seconds(statistics.median(totals)) if totals else "-", "from the fault to the next step"),
-        ("steps redone", str(sum(redone)) if redone else "0", f"most at once: {max(redone, default=0)}"),
-    ]
-    if not record.has_quorum:
-        times, effective = record.only.goodput, record.effective.measured
-        cards.insert(2, ("goodput", percent(times.share), f"{times.steps} steps, {seconds(times.step)} each"))
-        cards.append(("effective", percent(effective), "as FT-HSDP defines it"))
-    return cards
-
-
-def _mean(values: Sequence[float]) -> str:
-    return seconds(sum(values) / len(values)) if values else "-"
-
-
-def _samples(record: Record) -> Panel | None:
-    if not record.has_quorum:
-        return None
-    how = (
-        "The audit compares the samples that healthy replicas read in the surviving steps with the samples before the "
-        "last positions. A duplicate was trained twice. A gap counts as consumed but was never trained."
-    )
-    wrong = text.problems(record)
-    parts = [html("strong", text.audit_line(record)), html("small", how)]
-    return Panel("Samples", joined(*parts, *([html("bullets", wrong)] if wrong else [])))
-
-
 def _recoveries(record: Record) -> Panel | None:
     if not record.recoveries:
         return None if record.has_quorum else Panel("Recoveries", html("p", "Nothing interrupted this run."))
     found = [recovery for _, recovery in record.recoveries]
-    longest = max(sum(r.phases.values()) for r in found)
-    used = [(palette.PHASE[name], name) for name in PHASES if any(name in r.phases for r in found)]
     head = ("#", "what happened", "outcome", "step", "groups", "phases", "total")
-    rows = [_recovery_row(r, longest) for r in found]
+    rows = [_recovery_row(r) for r in found]
     if record.has_quorum:
         head = ("replica", *head)
         rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
-    parts = [html("key", used), html("wide", html("table", head, rows, "recoveries"))]
+    parts = [html("wide", html("table", head, rows, "recoveries"))]
     if not record.has_quorum:
         times = record.only.goodput
         parts.append(html("p", f"Lost to recoveries: {seconds(times.recovering)} of {seconds(times.wall)}."))
     return Panel("Recoveries", joined(*parts))
 
 
-def _recovery_row(recovery: Recovery, longest: float) -> Sequence[str]:
+def _recovery_row(recovery: Recovery) -> Sequence[str]:
     injected = "; ".join(_injected(event) for event in recovery.injected)
     verdict = " - ".join(part for part in (recovery.category, recovery.reason) if part)
     story = [f"injected: {injected}" if injected else "", verdict, seat_changes(recovery), what_differs(recovery)]
@@ -175,7 +99,7 @@ def _recovery_row(recovery: Recovery, longest: float) -> Sequence[str]:
         html("tag", palette.OUTCOME[recovery.outcome], recovery.outcome, attempts),
         html("noted", "-" if recovery.step is None else recovery.step, redone),
         "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}",
-        _phase_bar(recovery, longest),
+        ", ".join(f"{name} {seconds(took)}" for name, took in recovery.phases.items()) or "-",
         seconds(recovery.total),
     )
 
@@ -186,15 +110,6 @@ def _injected(event: Event) -> str:
     return f"{event.detail.get('kind', 'fault')}{inside}"
 
 
-def _phase_bar(recovery: Recovery, longest: float) -> str:
-    """Return a bar whose length is relative to the longest recovery, and the phases as text."""
-    if not recovery.phases or longest <= 0:
-        return "-"
-    words = [f"{name} {seconds(took)}" for name, took in recovery.phases.items()]
-    shares = [(took / longest, palette.PHASE[name]) for name, took in recovery.phases.items()]
-    return html("bar", [(title, *share) for title, share in zip(words, shares, strict=True)], ", ".join(words))
-
-
 def _incidents(record: Record) -> Panel | None:
     if not record.has_quorum:
         return None
@@ -202,11 +117,10 @@ def _incidents(record: Record) -> Panel | None:
         "Stall: duration of the steps of the incident in excess of the median of normal steps around it. Away: time "
         "from the replica's last step before the incident to the beginning of its first step after it."
     )
-    missed = faults.missed(record.folder)
     parts = [html("p", "All replicas were in every step.")]
     if record.incidents:
         parts = [html("wide", html("table", text.INCIDENT_HEAD, text.incident_rows(record))), html("small", note)]
-    return Panel("Failures and rejoins", joined(*parts, *([html("p", missed)] if missed else [])))
+    return Panel("Failures and rejoins", joined(*parts))
 
 
 def _replicas(record: Record) -> Panel | None:
@@ -236,16 +150,15 @@ def _corruption_of(replica: Replica) -> Markup | None:
     if not found.mismatches:
         lines.append("Both executions of every operator gave the same result.")
         return joined(*(html("p", line) for line in lines))
-    rows = protections.rows(found)
-    parts = [html("wide", html("table", protections.HEAD, rows[:_MOST_MISMATCHES]))]
-    left = len(rows) - _MOST_MISMATCHES
+    parts = [html("wide", html("table", protections.HEAD, found.rows[:_MOST_MISMATCHES]))]
+    left = len(found.rows) - _MOST_MISMATCHES
     parts += [html("p", f"{left} more mismatches are in events.jsonl.")] if left > 0 else []
     return joined(*(html("p", line) for line in lines), *parts)
 
 
 def _actions_of(replica: Replica) -> Markup | None:
-    acted = protections.actions(replica)
-    return html("table", protections.ACTION_HEAD, protections.action_rows(acted)) if acted else None
+    acted = protections.action_rows(replica)
+    return html("table", protections.ACTION_HEAD, acted) if acted else None
 
 
 def _hangs(record: Record) -> Panel | None:
@@ -255,7 +168,7 @@ def _hangs(record: Record) -> Panel | None:
     """
     parts: list[Markup] = []
     hosts = events.hosts(events.read(record.folder / EVENTS))
-    for number, read in reversed(_stored(record.folder)):
+    for number, read in reversed(looks.stored(record.folder).items()):
         if len(parts) == _MOST_HANGS:
             break
         try:
@@ -270,69 +183,13 @@ def _hangs(record: Record) -> Panel | None:
     return Panel("Hangs", joined(*parts)) if parts else None
 
 
-def _stored(run: Path) -> list[tuple[int, Callable[[], Look]]]:
-    """Return (number, function that reads it) of each look, the oldest first."""
-    if replicas(run):
-        moments = enumerate(looks.moments(run), 1)
-        return [(number, partial(looks.read_together, run, moment.numbers)) for number, moment in moments]
-    return [(number, partial(looks.read, run, number)) for number in looks.numbers(run)]
-
-
 def _picture(content: bytes, alt: str) -> Markup:
     return html("picture", base64.b64encode(content).decode(), alt)
 
 
-def _loss(record: Record) -> Panel:
-    where = "." if record.has_quorum else " (metrics.jsonl)."
-    curve = loss_curve(record.losses) if record.losses.points else html("p", f"The run has recorded no losses{where}")
-    rebuilt = _of_each("", _rebuilds_of, record)
-    return Panel("Loss", joined(curve, *([rebuilt.content] if rebuilt is not None else [])))
-
-
 def _rebuilds_of(replica: Replica) -> Markup | None:
-    made = protections.rebuilds(replica)
-    if not made:
-        return None
-    title = "Pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss:"
-    return joined(html("p", title), html("table", protections.REBUILD_HEAD, protections.rebuild_rows(made)))
-
-
-def loss_curve(losses: Losses) -> Markup:
-    """Return the loss as SVG, with a vertical line at each mark; there has to be a point."""
-    points = losses.points
-    points = [*points[: -1 : max(1, len(points) // _MOST_POINTS)], points[-1]]
-    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    ticks = [float(t) for t in MaxNLocator(5).tick_values(min(p[1] for p in points), max(p[1] for p in points))]
-    low, high = ticks[0], ticks[-1]
-
-    def x(at: float) -> float:
-        return _LEFT + (at - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(loss: float) -> float:
-        return _HEIGHT - _BOTTOM - (loss - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    below = [at for at in MaxNLocator(10, integer=True).tick_values(first, last) if first <= at <= last]
-    box = {"width": _WIDTH, "height": _HEIGHT, "left": _LEFT, "top": _TOP}
-    return html(
-        "curve",
-        box={**box, "right": _WIDTH - _RIGHT, "bottom": _HEIGHT - _BOTTOM},
-        across=[(y(tick), f"{tick:g}") for tick in ticks],
-        below=[(x(at), _short(at)) for at in below],
-        over=losses.over,
-        marks=[(x(mark.at), mark) for mark in losses.marks if first <= mark.at <= last],
-        line=" ".join(f"{x(at):.1f},{y(loss):.1f}" for at, loss in points),
-        dot=(x(first), y(points[0][1])) if len(points) == 1 else None,
-        title=f"loss from {losses.over} {first} to {points[-1][0]}",
-        colours=palette,
-    )
-
-
-def _short(value: float) -> str:
-    """Return a short form of a number, such as "20000", "250k", "1.5M" or "30B"."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e5, "k")):
-        if value >= size:
-            return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
-    return f"{value:g}"
+    made = protections.rebuild_rows(replica)
+    return html("table", protections.REBUILD_HEAD, made) if made else None
 
 
 def _superseded(record: Record) -> Panel | None:
@@ -364,26 +221,6 @@ def _goodput(record: Record) -> Panel | None:
     return Panel("Where the time went", html("table", ("", "time", "share"), body))
 
 
-def _effective(record: Record) -> Panel:
-    found = record.effective
-    measured = "measured: normal time of the steps x share of healthy replicas, divided by the total time"
-    rows = [(measured, percent(found.measured))]
-    if found.formula is not None:
-        of = count(record.count, "replica")
-        means = f"stall {seconds(found.stall_s)}, away {seconds(found.repair_s)}, {of}"
-        rows += [
-            (f"formula, {means}, a failure every {seconds(found.between_s)} as measured", percent(found.formula)),
-            (f"formula, {means}, a failure every 18 min", percent(found.paper_rate)),
-            ("all wait for the repair, a failure every 18 min", percent(found.waiting)),
-        ]
-    papers = asynchronous(PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS)
-    rows += [
-        ("the paper: stall 3 min, away 10 min, 12 replicas, a failure every 18 min", percent(papers)),
-        ("the paper: all wait for the repair", percent(synchronous(PAPER_BETWEEN_S, PAPER_REPAIR_S))),
-    ]
-    return Panel("Effective training time", html("table", ("", "effective"), rows))
-
-
 def _step_times_of(replica: Replica) -> Markup | None:
     """Return the parts of the steps of each rank, None where no worker has reported them."""
     spans, slow = metrics.read(replica.folder), ranks.slow_rows(replica.events)
@@ -406,9 +243,7 @@ def _run(record: Record) -> Panel:
     for number, replica in record.replicas.items():
         of = f"replica {number}: " if record.has_quorum else ""
         rows += [(f"{of}{name}", value) for name, value in _run_facts(replica)]
-    rows += [("saved", said) for said in saves([event for _, event in record.history])]
-    missed = faults.missed(record.folder)
-    return Panel("Run", html("facts", rows + ([("faults", missed)] if missed else [])))
+    return Panel("Run", html("facts", rows))
 
 
 def _run_facts(replica: Replica) -> Iterator[tuple[str, str]]:
@@ -416,7 +251,7 @@ def _run_facts(replica: Replica) -> Iterator[tuple[str, str]]:
     hosts = events.hosts(replica.events)
     yield from ((f"node {node}", host) for node, host in hosts.items())
     end = replica.events[-1].wall if replica.events else 0.0
-    yield from (("lost", lost_sentence(replace(lost, lost_s_ago=None), hosts)) for lost in lost_nodes(replica, end))
+    yield from (("lost", lost_sentence({**lost, "lost_s_ago": None}, hosts)) for lost in lost_nodes(replica, end))
     for event in replica.events:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
@@ -448,19 +283,17 @@ def _events(record: Record) -> Panel:
 
 
 _PANELS: tuple[Callable[[Record], Panel | None], ...] = (
-    _samples,
     _recoveries,
     _incidents,
     _replicas,
     partial(_of_each, "Operators executed twice (DMR)", _corruption_of),
     partial(_of_each, "Other protections", _actions_of),
     _hangs,
-    _loss,
+    partial(_of_each, "Stages rebuilt from their neighbours (CheckFree)", _rebuilds_of),
     _superseded,
 )
 _PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (
     _goodput,
-    _effective,
     partial(_of_each, "Ranks: own work and waiting", _step_times_of),
     _run,
     _events,

@@ -47,48 +47,6 @@ HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared",
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """One operator whose two executions differed, or one tensor that arrived different from what was sent.
-
-    The properties format the fields of the event for tables.
-
-    Attributes:
-        follows: the action that DMR took after that attempt at the step, as text, such as "step redone".
-    """
-
-    event: Event
-    follows: str
-
-    @property
-    def where(self) -> str:
-        """Return the rank ("-" if unknown), with host and device where known: "rank 3, node07, cuda:1"."""
-        rank = "-" if self.event.rank is None else f"rank {self.event.rank}"
-        return ", ".join((rank, *(str(d) for name in ("host", "device") if (d := self.event.detail.get(name)))))
-
-    @property
-    def attempt(self) -> str:
-        """Return the step, with the attempt if it was not the first one: "20" or "20, attempt 2"."""
-        number, step = self.event.detail.get("attempt"), self.event.step
-        return f"{step}, attempt {number}" if isinstance(number, int) and number > 1 else str(step)
-
-    @property
-    def elements(self) -> str:
-        """Return how many elements differ, such as "3 of 4096", or "some" where only digests were compared."""
-        elements, of = self.event.detail.get("elements"), self.event.detail.get("of")
-        return "some" if elements is None else str(elements) if of is None else f"{elements} of {of}"
-
-    @property
-    def layer(self) -> str:
-        """Return the layer number, or "outside" for layer 0 (embedding, loss, optimizer)."""
-        return str(self.event.detail.get("layer") or "outside")
-
-    def said(self, key: str) -> str:
-        """Return the event's detail ``key`` as text, "-" where it is absent or empty."""
-        value = self.event.detail.get(key)
-        return "-" if value is None or value == "" else str(value)
-
-
-@dataclass(frozen=True)
 class Corruption:
     """What redundant execution (DMR) did in a run.
 
@@ -96,11 +54,10 @@ class Corruption:
         strategy: how operators were verified; None where no event names it.
         covered: set of the verification plan -> number of operators in it in the first iteration, summed over ranks,
             the largest set first.
-        ranks: number of ranks that reported their coverage.
-        mismatches: all mismatches in order of time.
-        redone: number of attempts at steps that were repeated.
+        mismatches: operators whose two executions differed, or tensors that arrived different from what was sent, in
+            order of time.
+        rows: for each mismatch, the cells of a table with the columns ``HEAD``.
         evicted: logical ranks whose node was evicted, in order.
-        gave_up: whether the run was ended because of corruption.
         clean: number of steps that completed correctly after a mismatch.
         falls: (step, share of the operators that was verified before, the smaller share from then on).
     """
@@ -108,7 +65,8 @@ class Corruption:
     strategy: str | None
     covered: Mapping[str, int]
     ranks: int
-    mismatches: Sequence[Mismatch]
+    mismatches: Sequence[Event]
+    rows: Sequence[tuple[str, ...]]
     redone: int
     evicted: tuple[int, ...]
     gave_up: bool
@@ -118,7 +76,7 @@ class Corruption:
     @property
     def steps(self) -> list[int]:
         """Return the steps with at least one mismatch, sorted."""
-        return sorted({one.event.step for one in self.mismatches if one.event.step is not None})
+        return sorted({event.step for event in self.mismatches if event.step is not None})
 
 
 def corruption(history: Sequence[Event]) -> Corruption | None:
@@ -137,7 +95,8 @@ def corruption(history: Sequence[Event]) -> Corruption | None:
         strategy=str(strategies[-1]) if strategies else None,
         covered=_covered(covered.values()),
         ranks=len(covered),
-        mismatches=[Mismatch(event, follows.get(_attempt(event), "-")) for event in by_name[events.DMR_MISMATCH]],
+        mismatches=by_name[events.DMR_MISMATCH],
+        rows=[_row(event, follows.get(_attempt(event), "-")) for event in by_name[events.DMR_MISMATCH]],
         redone=actions[_RETRY],
         evicted=tuple(rank for event in evictions for rank in _ranks(event)),
         gave_up=actions[_GIVE_UP] > 0,
@@ -188,6 +147,7 @@ def summary_of(found: Corruption) -> str:
     """Return one line such as "piggyback: 3 mismatches, 1 attempt redone; operators: 120 at once, ..."."""
     what = [count(len(found.mismatches), "mismatch").replace("mismatchs", "mismatches")]
     what += [f"{count(found.redone, 'attempt')} redone"] if found.redone else []
+    what += [f"{count(found.clean, 'step')} correct in the end"] if found.clean else []
     if found.evicted:
         what.append(f"{'ranks' if len(found.evicted) > 1 else 'rank'} {', '.join(map(str, found.evicted))} evicted")
     what += ["given up"] if found.gave_up else []
@@ -215,157 +175,74 @@ def text_table(found: Corruption) -> str:
     """Return a table of the first mismatches, or "" where there are none."""
     if not found.mismatches:
         return ""
-    shown = found.mismatches[:_MOST_LINES]
-    left = len(found.mismatches) - len(shown)
-    lines = table(HEAD, [_row(one) for one in shown], right=(5,))
-    return lines + (f"\nand {left} more, in report.html" if left else "")
+    lines = table(HEAD, found.rows[:_MOST_LINES], right=(5,))
+    left = len(found.mismatches) - _MOST_LINES
+    return lines + (f"\nand {left} more, in report.html" if left > 0 else "")
 
 
-def card(found: Sequence[Corruption]) -> tuple[str, str, str]:
-    """Return the number of mismatches in all replicas for the head of the report, as (name, value, note)."""
-    wrong, clean = sum(len(one.mismatches) for one in found), sum(one.clean for one in found)
-    steps = count(sum(len(one.steps) for one in found), "step")
-    note = f"in {steps}, {clean} of them clean in the end" if wrong else str(found[0].strategy or "")
-    return "mismatches (DMR)", str(wrong), note
+def _row(event: Event, follows: str) -> tuple[str, ...]:
+    """Return the cells of a mismatch; ``follows``: what DMR did after that attempt, such as "step redone"."""
+    detail = event.detail
 
+    def said(key: str) -> str:
+        return "-" if detail.get(key) in (None, "") else str(detail[key])
 
-def rows(found: Corruption) -> list[Sequence[str]]:
-    """Return a row with the columns of ``HEAD`` for each mismatch."""
-    return [_row(one) for one in found.mismatches]
-
-
-def _row(one: Mismatch) -> Sequence[str]:
-    return (
-        one.attempt,
-        one.where,
-        one.said("operator"),
-        one.said("phase"),
-        one.layer,
-        one.said("microbatch"),
-        one.said("how"),
-        one.elements,
-        one.follows,
-    )
+    rank = "-" if event.rank is None else f"rank {event.rank}"
+    where = ", ".join((rank, *(str(place) for name in ("host", "device") if (place := detail.get(name)))))
+    attempt, elements, of = detail.get("attempt"), detail.get("elements"), detail.get("of")
+    step = f"{event.step}, attempt {attempt}" if isinstance(attempt, int) and attempt > 1 else str(event.step)
+    # Where only digests were compared, nobody knows how many elements differ.
+    differ = "some" if elements is None else str(elements) if of is None else f"{elements} of {of}"
+    layer = str(detail.get("layer") or "outside")  # layer 0: embedding, loss, optimizer
+    return (step, where, said("operator"), said("phase"), layer, said("microbatch"), said("how"), differ, follows)
 
 
 ACTION_HEAD = ("step", "protection", "what it did")
+
+
+def action_rows(run: Run) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the actions of protections, with the columns ``ACTION_HEAD``, by step.
+
+    All ranks take an action together; one that several of them report is listed once.
+    """
+    acted = [event for event in run.events if event.name == events.PROTECTION_ACTED]
+    found = [(str(e.step), str(e.detail["protection"]), str(e.detail["what"])) for e in sorted(acted, key=_step)]
+    return list(dict.fromkeys(found))
+
+
+def _step(event: Event) -> int:
+    return event.step or 0
+
+
 _LEVEL_STEPS = 5
 """Number of steps over which the loss before a rebuild is averaged, because the loss varies from batch to batch."""
 
 REBUILD_HEAD = ("step", "stage", "made from", "seconds", "loss before", "after", "jump", "made good")
 
 
-@dataclass(frozen=True)
-class Action:
-    """One action of a protection, which all ranks took together.
+def rebuild_rows(run: Run) -> list[tuple[str, ...]]:
+    """Return a row with the columns of ``REBUILD_HEAD`` for each pipeline stage that was rebuilt from its neighbours.
 
-    Attributes:
-        what: what the protection did, as text that begins with a verb.
+    The loss before is the mean of the last steps, the one after that of the next step; a rebuild is made good when the
+    loss is again at or below the former. Of several rebuilds of a stage at the same step only the last one counts.
     """
-
-    step: int
-    protection: str
-    what: str
-
-
-def actions(run: Run) -> list[Action]:
-    """Return the actions of a run in the order of steps; an action that several ranks report is listed once."""
-    found = (
-        Action(event.step, str(event.detail["protection"]), str(event.detail["what"]))
-        for event in run.events
-        if event.name == events.PROTECTION_ACTED
-    )
-    return sorted(dict.fromkeys(found), key=lambda action: action.step)
-
-
-def action_rows(found: list[Action]) -> list[tuple[str, ...]]:
-    """Return the rows of a table of actions with the columns ``ACTION_HEAD``."""
-    return [(str(action.step), action.protection, action.what) for action in found]
-
-
-@dataclass(frozen=True)
-class Rebuild:
-    """One rebuild of one pipeline stage.
-
-    Attributes:
-        step: the committed step at which the stage was rebuilt.
-        stage: number of the stage, from the event; -1 where the event lacks it.
-        strategy: name of CheckFree's method with which the stage was rebuilt, from the event.
-        weights: weights of the neighbouring stages in the average, from the event.
-        seconds: duration of the rebuild, from the event.
-        before: mean loss of the last steps up to ``step``; None where unknown.
-        after: loss of the step that followed; None where unknown.
-        good_after: number of steps until the loss was at or below ``before`` again; None while it is not.
-    """
-
-    step: int
-    stage: int
-    strategy: str
-    weights: list[float]
-    seconds: float
-    before: float | None
-    after: float | None
-    good_after: int | None
-
-    @property
-    def jump(self) -> float | None:
-        """Return by how much the loss has risen, or None where that is unknown."""
-        return None if self.before is None or self.after is None else self.after - self.before
-
-
-def rebuilds(run: Run) -> list[Rebuild]:
-    """Return the rebuilds in order; of several rebuilds of a stage at the same step, only the last one."""
     losses = {m["step"]: loss for m in run.metrics if (loss := number(m, "loss")) is not None}
-    found: dict[tuple[int, int], Rebuild] = {}
-    for event in run.events:
-        if event.name == events.STAGE_REBUILT and event.step is not None:
-            made = _rebuild(event, losses)
-            found[made.step, made.stage] = made
-    return list(found.values())
+    rebuilt = (event for event in run.events if event.name == events.STAGE_REBUILT and event.step is not None)
+    latest = {(event.step, event.detail.get("stage")): event for event in rebuilt}
+    return [_rebuild_row(event, losses) for event in latest.values()]
 
 
-def rebuild_rows(found: Sequence[Rebuild]) -> list[tuple[str, ...]]:
-    """Return one table row for each rebuild, with the columns of ``REBUILD_HEAD``."""
-    return [
-        (
-            str(r.step),
-            str(r.stage),
-            _made_from(r),
-            seconds(r.seconds),
-            _loss(r.before),
-            _loss(r.after),
-            "-" if r.jump is None else f"{r.jump:+.3f}",
-            "not yet" if r.good_after is None else f"after {count(r.good_after, 'step')}",
-        )
-        for r in found
-    ]
-
-
-def _rebuild(event: Event, losses: Mapping[int, float]) -> Rebuild:
-    detail: Mapping[str, Any] = event.detail
-    step = event.step
+def _rebuild_row(event: Event, losses: Mapping[int, float]) -> tuple[str, ...]:
+    detail, step = event.detail, event.step or 0
     last = [losses[s] for s in range(step - _LEVEL_STEPS + 1, step + 1) if s in losses]
-    before = mean(last) if last else None
-    good = None
-    if before is not None:
-        later = (s for s in sorted(losses) if s > step and losses[s] <= before)
-        good = next((s - step for s in later), None)
-    weights = [float(weight) for weight in detail.get("weights", ())]
-    return Rebuild(
-        step,
-        int(detail.get("stage", -1)),
-        str(detail.get("strategy", "")),
-        weights,
-        float(detail.get("seconds", 0.0)),
-        before,
-        losses.get(step + 1),
-        good,
-    )
-
-
-def _made_from(made: Rebuild) -> str:
-    shares = " + ".join(f"{100 * weight:.0f} %" for weight in made.weights)
-    return f"{made.strategy} ({shares})" if any(made.weights) else made.strategy
+    before, after = mean(last) if last else None, losses.get(step + 1)
+    later = (s for s in sorted(losses) if before is not None and s > step and losses[s] <= before)
+    good = next((f"after {count(s - step, 'step')}" for s in later), "not yet")
+    shares = " + ".join(f"{100 * share:.0f} %" for share in detail.get("weights", ()))
+    made_from = f"{detail.get('strategy', '')}" + (f" ({shares})" if any(detail.get("weights", ())) else "")
+    jump = "-" if before is None or after is None else f"{after - before:+.3f}"
+    took = seconds(float(detail.get("seconds", 0.0)))
+    return (str(step), str(detail.get("stage", -1)), made_from, took, _loss(before), _loss(after), jump, good)
 
 
 def _loss(value: float | None) -> str:

@@ -40,7 +40,6 @@ from ft.observe.report.lineage import (
 )
 from ft.observe.report.protections import Corruption, corruption
 from ft.record import run
-from ft.record.block import what_failed
 from ft.record.recoveries import Recovery, recoveries, seats_of
 from ft.record.run import NOT_ENDED, number
 from ft.show import palette
@@ -48,7 +47,7 @@ from ft.systems.hsdp import commits, loader_state
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.loader_state import LoaderState
 
-PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS = 1080.0, 600.0, 180.0, 12
+_PAPER_BETWEEN_S = 1080.0
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,6 @@ def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: fl
     return (between_s - away + (away - stall) * (replicas - lost) / replicas) / between_s
 
 
-def synchronous(between_s: float, repair_s: float) -> float:
-    """Return the effective training time (0 to 1) if all replicas wait until the lost one is repaired."""
-    return (between_s - min(repair_s, between_s)) / between_s
-
-
 @dataclass(frozen=True)
 class Effective:
     """Effective training time of a run, as shares from 0 to 1.
@@ -146,14 +140,11 @@ class Effective:
     Attributes:
         measured: sum over the steps of (normal step time x share of replicas that contributed), divided by ``wall_s``.
         wall_s: total duration of the steps in seconds.
-        failures: number of failures in that time.
         between_s: ``wall_s`` per failure, None without a failure.
         stall_s: mean stall per failure in seconds, its rejoin included.
         repair_s: mean seconds until a lost replica contributed again.
         formula: result of the formula of FT-HSDP, section 6.1, with these figures; None without a repaired failure.
         paper_rate: ``formula`` with a failure every 18 minutes, as in the paper; None without a repaired failure.
-        waiting: effective training time if all replicas wait for each repair, with a failure every 18 minutes and this
-            run's ``repair_s``.
     """
 
     measured: float | None
@@ -164,15 +155,10 @@ class Effective:
     repair_s: float | None = None
     formula: float | None = None
     paper_rate: float | None = None
-    waiting: float | None = None
 
 
 def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
-    """Return the effective training time of a run.
-
-    Args:
-        steps: the surviving steps, that is, the committed steps that are part of the current training state.
-    """
+    """Return the effective training time of a run, given the surviving steps."""
     wall = sum(pace.took)
     if not steps or wall <= 0:
         return Effective(None)
@@ -216,8 +202,7 @@ def _effective(
     return Effective(
         *(measured, wall, failures, between, stall, repair),
         formula=asynchronous(between, repair, stall, replicas, at_once),
-        paper_rate=asynchronous(PAPER_BETWEEN_S, repair, stall, replicas, at_once),
-        waiting=synchronous(PAPER_BETWEEN_S, repair),
+        paper_rate=asynchronous(_PAPER_BETWEEN_S, repair, stall, replicas, at_once),
     )
 
 
@@ -232,12 +217,8 @@ _ENDED = (events.FINISHED, events.STOPPED)
 
 @dataclass(frozen=True)
 class RankInterval:
-    """The interval during which a worker held a logical rank.
-
-    Attributes:
-        begin: seconds from the opening of the first epoch to the start of the interval.
-        end: seconds from the opening of the first epoch to the end of the interval.
-        is_first: whether the worker got the rank when all workers were started together.
+    """The interval during which a worker held a logical rank, in seconds since the first epoch opened; ``is_first``:
+    whether the worker got the rank when all workers were started together.
     """
 
     rank: int
@@ -302,12 +283,7 @@ def end_of_time(history: Sequence[Event], productive: float) -> float:
 
 @dataclass(frozen=True)
 class ReplicaInterval:
-    """A period in which a replica is in one state.
-
-    Attributes:
-        state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
-        begin: beginning of the period, in seconds since ``first_moment``.
-        end: end of the period, in seconds since ``first_moment``.
+    """A period in which a replica is in one state, in seconds since ``first_moment``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.
@@ -393,10 +369,6 @@ def _committed(
 
     A transition gets the time at which its step began. If an event reports a transition during the step, it gets the
     time at which the step ended.
-
-    Args:
-        took: duration of each step, in seconds.
-        reported: wall times of the transitions that events report.
     """
     found, reported, at, last = [], sorted(reported), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
@@ -410,12 +382,8 @@ def _committed(
 
 
 def _proven(state: str, last: str, is_reported: bool) -> tuple[str, ...]:
-    """Return the states that a commit may change to ``state``; an empty tuple stands for all states.
-
-    Args:
-        state: state of the replica according to this commit.
-        last: state of the replica according to the previous commit.
-        is_reported: whether an event reports a transition of the replica during this step.
+    """Return the states that a commit may change to ``state``, an empty tuple for all; ``last``: the state by the
+    previous commit; ``is_reported``: whether an event reports a transition during this step.
     """
     # A commit without the replica does not show that it is offline: it may be rebuilding or waiting to join.
     if state == OFFLINE:
@@ -458,11 +426,7 @@ _FIX = "give the folder that was given to ft run as --run-dir"
 
 @dataclass(frozen=True)
 class Replica(run.Run):
-    """The record of one replica: what its control plane and its workers have written.
-
-    Attributes:
-        commits: lines of its commit log, one for each step that it committed; empty without FT-HSDP.
-    """
+    """What the control plane and the workers of one replica have written, and the steps that it committed."""
 
     commits: list[Commit] = field(default_factory=list)
 
@@ -486,15 +450,10 @@ class Replica(run.Run):
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line across the loss curve.
-
-    Attributes:
-        at: position of the line on the horizontal axis.
-    """
+    """A vertical line across the loss curve; ``at``: its position on the horizontal axis."""
 
     at: float
     colour: str
-    title: str
 
 
 @dataclass(frozen=True)
@@ -505,7 +464,6 @@ class Losses:
         points: (amount, loss) after each step.
         over: what the amount counts: "step", "tokens" or "samples".
         at: step -> amount at the end of that step.
-        marks: recoveries, or failures of replicas.
     """
 
     points: list[tuple[float, float]]
@@ -689,11 +647,7 @@ def _replica(folder: Path, most: int | None) -> Replica:
 def _losses_of_one(only: Replica) -> Losses:
     """Return the losses over the steps, with a mark at each step that was redone after a recovery."""
     points = [(m["step"], loss) for m in only.metrics if (loss := number(m, "loss")) is not None]
-    marks = [
-        Mark(r.step + 1, palette.OUTCOME[r.outcome], f"recovery {r.number}, step {r.step + 1}: {what_failed(r)}")
-        for r in only.recoveries
-        if r.step is not None
-    ]
+    marks = [Mark(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
     steps = {event.step for event in only.events if event.step is not None}
     return Losses(points, "step", {step: step for step in steps}, marks)
 
@@ -718,7 +672,7 @@ def _losses(record: Record) -> Losses:
         if loss is not None:
             points.append((amount, loss))
     failures = [one for one in record.of_kind(FAILURE) if one.first in at]
-    marks = [Mark(at[f.first], palette.FAULT, f"step {f.first}: {f.reason or 'a failure'}") for f in failures]
+    marks = [Mark(at[f.first], palette.FAULT) for f in failures]
     return Losses(points, "tokens" if knows else "samples", at, marks)
 
 

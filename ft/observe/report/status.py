@@ -1,4 +1,4 @@
-"""Compute and format the current state of a run for ``ft status``, from what its processes wrote last.
+"""The present state of a run for ``ft status``, from what its processes wrote last: as JSON values, and as text.
 
 The run's files look the same after a SIGKILL of the process that directs it; whether one is left is seen by its lease,
 a file that it renews periodically.
@@ -6,7 +6,6 @@ a file that it renews periodically.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ft.base.events import Event
 from ft.faults.verdict import NODE_LOST
 from ft.observe.report import ranks
 from ft.observe.report.lineage import Step
-from ft.observe.report.record import NOTHING, Record, load
+from ft.observe.report.record import NOTHING, Record, Replica, load
 from ft.platform import election, processes
 from ft.record import run as records
 from ft.record.recoveries import UNDER_WAY, Recovery
@@ -48,148 +47,11 @@ number. With 2, another node has the time to take over the lease of the quorum s
 """
 
 
-@dataclass(frozen=True)
-class Member:
-    """The state of one worker.
-
-    Attributes:
-        rank: its logical rank, None for a standby.
-        host: host name of its node, "" where unknown.
-        state: what the worker is doing, as text.
-        step: the last step that it reported, None where unknown.
-        lag: steps between the committed step and its newest snapshot, None where unknown.
-    """
-
-    rank: int | None
-    worker: str
-    node: str
-    state: str
-    step: int | None
-    lag: int | None
-    host: str = ""
+Values = dict[str, Any]
+"""JSON values by name."""
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A node that the run has lost.
-
-    Attributes:
-        host: its host name, "" where unknown.
-        lost_s_ago: seconds since it was lost, None where unknown.
-        back_as: name under which an agent of the same node has joined again, "" if none has.
-    """
-
-    node: str
-    host: str
-    reason: str
-    lost_s_ago: float | None = None
-    back_as: str = ""
-
-
-@dataclass(frozen=True)
-class ReplicaMember:
-    """The state of one replica.
-
-    Attributes:
-        state: what the replica is doing, such as "online" or "catching up".
-        step: number of the last step that it committed, or None.
-        quorum: number of the quorum in which it committed that step, or None.
-        position: its position in its stream of data samples, or None.
-        age: seconds since it last committed a step, None before its first commit.
-    """
-
-    replica: int
-    state: str
-    step: int | None
-    quorum: int | None
-    position: int | None
-    age: float | None
-    hosts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Workers:
-    """What the control plane of a run with one replica tells of its workers.
-
-    Attributes:
-        lag: steps between the committed step and the newest snapshot that all peers hold, None where there is none.
-        last: the most recent recovery, or None.
-        protected: whether a worker has ever joined the run under protection; None where no file says so.
-        hot_swap: whether the run uses hot-swap: peers hold copies of the snapshots, and standbys take over.
-        lacking: sentences about what is missing from the run's files.
-        limits: the timeouts of the run that are not the defaults, in seconds by name.
-        slow: sentences about the ranks that are persistently slower than others with the same work.
-        health: what nodes have found about themselves, as sentences, the oldest first.
-        hosts: node -> host name, for all nodes that have joined.
-        lost: the nodes that were lost, in the order of their losses.
-    """
-
-    epoch: int | None
-    lag: int | None
-    restarts: int | None
-    members: list[Member]
-    last: Recovery | None
-    recovered: int
-    protected: bool | None
-    hot_swap: bool
-    nodes: int
-    lacking: list[str]
-    limits: dict[str, float]
-    slow: list[str]
-    health: list[str]
-    hosts: dict[str, str]
-    lost: list[Lost]
-
-
-@dataclass(frozen=True)
-class Quorum:
-    """What the commit logs of a run of FT-HSDP tell of its replicas.
-
-    Attributes:
-        quorum: number of the last quorum that committed, or None.
-        healthy: the replicas that contributed in that quorum.
-        behind: the replicas that fetched the state in that quorum.
-        step_s: duration of a normal step in seconds, or None.
-    """
-
-    quorum: int | None
-    healthy: tuple[int, ...]
-    behind: tuple[int, ...]
-    step_s: float | None
-    members: list[ReplicaMember]
-
-
-@dataclass(frozen=True)
-class Status:
-    """The state of a run at one moment.
-
-    Attributes:
-        phase: what the run is doing, or the final state of a run that has ended.
-        ended: whether the run has ended: with replicas, whether all of them have.
-        step: number of the last committed step, or None.
-        age: seconds since the state was written or, with replicas, since the last commit; None where there is none.
-        gone: why no live process directs the run any more, "" while one does, or may do so.
-        saves: the last save of a checkpoint, and its age; "" before the first.
-    """
-
-    phase: str
-    ended: bool
-    step: int | None
-    age: float | None
-    gone: str = ""
-    saves: str = ""
-    workers: Workers | None = None
-    quorum: Quorum | None = None
-
-    @property
-    def stale(self) -> bool:
-        """Return whether the run has not ended, but has written nothing for too long."""
-        step_s = self.quorum.step_s if self.quorum is not None else None
-        limit = max(STALE_S, 3 * (step_s or 0.0))
-        return not self.ended and not self.gone and self.age is not None and self.age > limit
-
-
-def now(folder: str | Path) -> tuple[Status, str]:
+def now(folder: str | Path) -> tuple[Values, str]:
     """Return the status of a run at this moment, and its folder.
 
     Raises:
@@ -197,82 +59,99 @@ def now(folder: str | Path) -> tuple[Status, str]:
     """
     record = load(folder, _RECENT)
     found = status(record, time.time())
-    if not found.ended and (why := _gone(record, found)):
+    if not found["ended"] and (why := _gone(record, found)):
         record = load(folder, _RECENT)  # read again: the run may have ended while its lease was watched for renewals
         found = status(record, time.time(), why)
     return found, str(record.folder)
 
 
-def status(record: Record, now: float, gone: str = "") -> Status:
-    """Return the status of a run.
+def status(record: Record, now: float, gone: str = "") -> Values:
+    """Return the status of a run, as ``ft status --json`` prints it.
 
     Args:
         now: wall time in seconds since 1970.
         gone: why no live process directs the run any more; ignored if the run has ended.
+
+    Returns:
+        ``phase``: what the run is doing, or the final state of a run that has ended; ``ended``: whether it, or each of
+        its replicas, has; ``step``: the last committed step; ``updated_s_ago``: seconds since the state was written or,
+        with replicas, since the last commit; ``stale``: whether a run that has not ended has written nothing for too
+        long; ``gone``; ``saves``: the last save of a checkpoint, "" before the first. Further names are those of
+        :func:`_of_replicas` or :func:`_of_workers`. None stands for what is unknown.
     """
-    gone = "" if record.has_ended else gone
-    saves = last_save([event for _, event in record.history], now)
-    if record.has_quorum:
-        last = record.steps[-1] if record.steps else None
-        return Status(
-            phase=record.state if record.has_ended else "training" if last else "starting",
-            ended=record.has_ended,
-            step=last.number if last else None,
-            age=max(0.0, now - last.when) if last else None,
-            gone=gone,
-            saves=saves,
-            quorum=_quorum(record, last, now),
-        )
-    only = record.only
-    updated = records.number(only.status, "updated") or (only.events[-1].wall if only.events else None)
-    step = records.last_step(only)
-    if only.status.get("protected") is False and only.metrics:  # the control plane hears nothing of such a run's steps
-        step = max(step or 0, only.metrics[-1]["step"])
-    return Status(
-        phase=only.state if record.has_ended else str(only.status.get("phase") or "unknown"),
-        ended=record.has_ended,
-        step=step,
-        age=None if updated is None else max(0.0, now - updated),
-        gone=gone,
-        saves=saves,
-        workers=_workers(only, only.recoveries, record.has_ended, step, now),
-    )
+    ended = record.has_ended
+    own = _of_replicas(record, now) if record.has_quorum else _of_workers(record.only, now)
+    age, limit = own["updated_s_ago"], max(STALE_S, 3 * (own.get("step_s") or 0.0))
+    gone = "" if ended else gone
+    common = {"phase": record.state} if ended else {}
+    common |= {"ended": ended, "gone": gone, "stale": not ended and not gone and age is not None and age > limit}
+    return {**own, **common, "saves": last_save([event for _, event in record.history], now)}
 
 
-def _workers(run: Run, found: Sequence[Recovery], ended: bool, step: int | None, now: float) -> Workers:
-    """Return what ``status.json`` tells of the workers; what it lacks follows from the events."""
-    stored, hosts = run.status, events.hosts(run.events)
+def _of_workers(run: Replica, now: float) -> Values:
+    """Return what ``status.json`` tells of a run with one replica; what it lacks follows from the events.
+
+    Returns:
+        ``lag``: steps between the committed step and the newest snapshot that all peers hold; ``members``: the workers,
+        each with its logical rank (None for a standby), what it is doing, the last step that it reported, and the lag
+        of its newest snapshot; ``last_recovery``: the most recent one; ``recovered``: number of those that are over;
+        ``protected``: whether a worker has ever joined under protection; ``hot_swap``: whether peers hold copies of
+        snapshots, and standbys take over; ``nodes``: number of nodes; ``lacking``: sentences about what is missing from
+        the run's files; ``limits``: its timeouts that are not the defaults, in seconds; ``stragglers``: sentences about
+        ranks that are persistently slower than others with the same work; ``health``: what nodes have found about
+        themselves, the oldest first; ``hosts``: node -> host name, for all nodes that have joined; ``lost``: the nodes
+        that were lost (:func:`lost_nodes`).
+    """
+    stored, hosts, found = run.status, events.hosts(run.events), run.recoveries
+    updated = records.number(stored, "updated") or (run.events[-1].wall if run.events else None)
+    step, protected = records.last_step(run), stored.get("protected")
+    if protected is False and run.metrics:  # the control plane hears nothing of such a run's steps
+        step = max(step or 0, run.metrics[-1]["step"])
     epoch = next((event.epoch for event in reversed(run.events) if event.epoch is not None), None)
-    protected = stored.get("protected")
-    members = [replace(one, host=hosts.get(one.node, "")) for one in _members(stored)]
-    return Workers(
-        epoch=None if protected is False else _whole(stored.get("epoch"), epoch),
-        lag=None if ended else _whole(stored.get("lag")),
-        restarts=_whole(stored.get("restarts")),
-        members=_at_the_end(members, run.state, step) if ended else members,
-        last=found[-1] if found else None,
-        recovered=sum(r.is_over for r in found),
-        protected=protected if isinstance(protected, bool) else None,
-        hot_swap=stored.get("hot_swap") is not False,
-        nodes=len(stored["nodes"]) if isinstance(stored.get("nodes"), dict) else 1,
-        lacking=records.lacking(run),
-        limits=stored["limits"] if isinstance(stored.get("limits"), dict) else {},
-        slow=ranks.sentences(stored.get("stragglers")),
-        health=health(run),
-        hosts=hosts,
-        lost=lost_nodes(run, now),
-    )
+    ended, members = run.state not in (NOT_ENDED, NOTHING), _members(stored, hosts)
+    return {
+        "phase": str(stored.get("phase") or "unknown"),
+        "step": step,
+        "updated_s_ago": None if updated is None else max(0.0, now - updated),
+        "epoch": None if protected is False else _whole(stored.get("epoch"), epoch),
+        "lag": None if ended else _whole(stored.get("lag")),
+        "restarts": _whole(stored.get("restarts")),
+        "members": _at_the_end(members, run.state, step) if ended else members,
+        "last_recovery": _recovery_values(found[-1]) if found else None,
+        "recovered": sum(r.is_over for r in found),
+        "protected": protected if isinstance(protected, bool) else None,
+        "hot_swap": stored.get("hot_swap") is not False,
+        "nodes": len(stored["nodes"]) if isinstance(stored.get("nodes"), dict) else 1,
+        "lacking": records.lacking(run),
+        "limits": stored["limits"] if isinstance(stored.get("limits"), dict) else {},
+        "stragglers": ranks.sentences(stored.get("stragglers")),
+        "health": health(run),
+        "hosts": hosts,
+        "lost": lost_nodes(run, now),
+    }
 
 
-def _quorum(record: Record, last: Step | None, now: float) -> Quorum:
+def _of_replicas(record: Record, now: float) -> Values:
+    """Return what the commit logs of a run of FT-HSDP tell of its replicas.
+
+    Returns:
+        ``quorum``: number of the last quorum that committed; ``healthy``: the replicas that contributed in it;
+        ``behind``: those that fetched the state in it; ``step_s``: duration of a normal step in seconds; ``replicas``:
+        of each replica its state, the last step that it committed, the quorum of that commit, its position in its
+        stream of samples, seconds since that commit, and the host names of its nodes.
+    """
+    last = record.steps[-1] if record.steps else None
     states = {lane.replica: lane.state for lane in record.lanes}
-    return Quorum(
-        quorum=last.commit.quorum if last else None,
-        healthy=last.commit.healthy if last else (),
-        behind=last.commit.behind if last else (),
-        step_s=record.pace.normal[-1] if last else None,
-        members=[_replica(record, number, states, last, now) for number in range(record.count)],
-    )
+    return {
+        "phase": "training" if last else "starting",
+        "step": last.number if last else None,
+        "updated_s_ago": max(0.0, now - last.when) if last else None,
+        "quorum": last.commit.quorum if last else None,
+        "healthy": list(last.commit.healthy) if last else [],
+        "behind": list(last.commit.behind) if last else [],
+        "step_s": record.pace.normal[-1] if last else None,
+        "replicas": [_replica(record, number, states, last, now) for number in range(record.count)],
+    }
 
 
 def gone(folder: Path, age: float | None, nodes: int, *, is_steady: bool = False) -> str:
@@ -300,31 +179,41 @@ def gone(folder: Path, age: float | None, nodes: int, *, is_steady: bool = False
     return ""
 
 
-def _gone(record: Record, found: Status) -> str:
+def _gone(record: Record, found: Values) -> str:
     """Return why no live process directs the run any more, "" while one does, or may do so.
 
     Of replicas, the launcher that hosts the quorum server holds a lease.
     """
-    if found.workers is None:
+    if record.has_quorum:
         return gone(record.folder / election.LAUNCHERS, None, _NODES, is_steady=True)
-    return gone(record.folder, found.age, found.workers.nodes)
+    return gone(record.folder, found["updated_s_ago"], found["nodes"])
 
 
-def lost_nodes(run: Run, now: float) -> list[Lost]:
-    """Return the nodes that the run has lost, in the order of their losses. ``now``: seconds since 1970."""
+def lost_nodes(run: Run, now: float) -> list[Values]:
+    """Return the nodes that the run has lost, in the order of their losses. ``now``: seconds since 1970.
+
+    Returns:
+        ``node``; ``host``, "" where unknown; ``reason``; ``lost_s_ago``: seconds since the loss, None where unknown;
+        ``back_as``: the name under which an agent of the same node has joined again, "" if none has.
+    """
     hosts, found = events.hosts(run.events), {}
     for event in run.events:
         node = event.node or ""
         if event.name == events.FAULT_DETECTED and event.detail.get("signal") == NODE_LOST and node not in found:
-            found[node] = Lost(node, hosts.get(node, ""), _why_lost(event), max(0.0, now - event.wall))
+            found[node] = _lost(node, hosts, _why_lost(event), max(0.0, now - event.wall))
         elif event.name == events.AGENT_JOINED:  # an agent that joins again is called n1-2
-            same = [lost for lost in found.values() if lost.node.partition("-")[0] == node.partition("-")[0]]
-            found |= {lost.node: replace(lost, back_as=node) for lost in same if not lost.back_as}
+            for name, lost in found.items():
+                if name.partition("-")[0] == node.partition("-")[0]:
+                    lost["back_as"] = lost["back_as"] or node
     nodes = run.status.get("nodes")
     if run.state == NOT_ENDED and isinstance(nodes, dict):  # a node without workers has no event of its loss
         gone = {name: str(why) for name, why in nodes.items() if why != "up" and not str(why).startswith("suspect:")}
-        found |= {name: Lost(name, hosts.get(name, ""), why) for name, why in gone.items() if name not in found}
+        found |= {name: _lost(name, hosts, why, None) for name, why in gone.items() if name not in found}
     return list(found.values())
+
+
+def _lost(node: str, hosts: Mapping[str, str], why: str, ago: float | None) -> Values:
+    return {"node": node, "host": hosts.get(node, ""), "reason": why, "lost_s_ago": ago, "back_as": ""}
 
 
 def _why_lost(event: Event) -> str:
@@ -332,12 +221,12 @@ def _why_lost(event: Event) -> str:
     return str(event.detail.get("reason", "")).partition(" is lost: ")[2]
 
 
-def lost_sentence(lost: Lost, hosts: Mapping[str, str]) -> str:
+def lost_sentence(lost: Values, hosts: Mapping[str, str]) -> str:
     """Return text such as "n1 (gpu0137), 2 min ago: nothing was heard of its agent for 3.7 s"."""
-    when = "" if lost.lost_s_ago is None else f", {seconds(lost.lost_s_ago)} ago"
-    why = f": {lost.reason}" if lost.reason else ""
-    back = f"; joined again as {lost.back_as}" if lost.back_as else ""
-    return f"{events.named(lost.node, hosts)}{when}{why}{back}"
+    when = "" if lost["lost_s_ago"] is None else f", {seconds(lost['lost_s_ago'])} ago"
+    why = f": {lost['reason']}" if lost["reason"] else ""
+    back = f"; joined again as {lost['back_as']}" if lost["back_as"] else ""
+    return f"{events.named(lost['node'], hosts)}{when}{why}{back}"
 
 
 def last_save(history: Sequence[Event], now: float, when: str = "ago") -> str:
@@ -376,83 +265,89 @@ def saves(history: Sequence[Event]) -> list[str]:
     return [said] if said else []
 
 
-def as_text(found: Status, folder: str) -> str:
+def as_text(found: Values, folder: str) -> str:
     """Return the status as a few lines and a table of the workers or of the replicas."""
-    facts = [("run", folder), ("state", _state(found)), *([("", found.gone)] if found.gone else [])]
-    facts.append(("step", _shown(found.step)))
-    facts += _quorum_facts(found.quorum) if found.quorum is not None else []
-    facts += _control_facts(found, found.workers) if found.workers is not None else []
-    facts += [("saved", found.saves)] if found.saves else []
-    facts += _node_facts(found.workers) if found.workers is not None else []
+    has_replicas = "replicas" in found
+    facts = [("run", folder), ("state", _state(found)), *([("", found["gone"])] if found["gone"] else [])]
+    facts.append(("step", _shown(found["step"])))
+    facts += _quorum_facts(found) if has_replicas else _control_facts(found)
+    facts += [("saved", found["saves"])] if found["saves"] else []
+    facts += [] if has_replicas else _node_facts(found)
     lines = [f"{name:<10} {value}" for name, value in facts]
-    if found.quorum is not None:
-        lines += ["", _replica_table(found.quorum)]
-    elif found.workers is not None and found.workers.members:
-        lines += ["", _member_table(found.workers)]
+    if has_replicas:
+        lines += ["", _replica_table(found["replicas"])]
+    elif found["members"]:
+        lines += ["", _member_table(found["members"], found["hosts"])]
     return "\n".join(lines)
 
 
-def _state(found: Status) -> str:
-    state = f"gone (it was {found.phase})" if found.gone else found.phase
-    if found.age is None or (found.quorum is not None and found.ended):
+def _state(found: Values) -> str:
+    has_replicas, age = "replicas" in found, found["updated_s_ago"]
+    state = f"gone (it was {found['phase']})" if found["gone"] else found["phase"]
+    if age is None or (has_replicas and found["ended"]):
         return state
-    when = "last step" if found.quorum is not None else "ended" if found.ended else "updated"
-    return f"{state}, {when} {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
+    when = "last step" if has_replicas else "ended" if found["ended"] else "updated"
+    return f"{state}, {when} {seconds(age)} ago" + (" (stale?)" if found["stale"] else "")
 
 
-def _quorum_facts(found: Quorum) -> list[tuple[str, str]]:
-    members = [", ".join(map(str, found.healthy)) or "-"]
-    members += [f"catching up: {', '.join(map(str, found.behind))}"] if found.behind else []
-    which = f"{_shown(found.quorum)} of replicas {'; '.join(members)}"
-    return [("each", seconds(found.step_s)), ("quorum", which)]
+def _quorum_facts(found: Values) -> list[tuple[str, str]]:
+    members = [", ".join(map(str, found["healthy"])) or "-"]
+    members += [f"catching up: {', '.join(map(str, found['behind']))}"] if found["behind"] else []
+    which = f"{_shown(found['quorum'])} of replicas {'; '.join(members)}"
+    return [("each", seconds(found["step_s"])), ("quorum", which)]
 
 
-def _control_facts(found: Status, workers: Workers) -> list[tuple[str, str]]:
+def _control_facts(found: Values) -> list[tuple[str, str]]:
     facts = [
-        ("epoch", _shown(workers.epoch)),
-        ("snapshots", _snapshots(workers, found.ended)),
-        ("restarts", _shown(workers.restarts)),
-        ("recovered", str(workers.recovered)),
-        ("last", _last(workers.last)),
+        ("epoch", _shown(found["epoch"])),
+        ("snapshots", _snapshots(found)),
+        ("restarts", _shown(found["restarts"])),
+        ("recovered", str(found["recovered"])),
+        ("last", _last(found["last_recovery"])),
     ]
-    return facts + [("lost", lost_sentence(lost, workers.hosts)) for lost in workers.lost]
+    return facts + [("lost", lost_sentence(lost, found["hosts"])) for lost in found["lost"]]
 
 
-def _node_facts(workers: Workers) -> list[tuple[str, str]]:
-    facts = []
-    if workers.limits:
-        facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in workers.limits.items())))
-    facts += [("straggler", text) for text in workers.slow]
-    facts += [("health", text) for text in workers.health[-_MOST_FINDINGS:]]
-    if len(workers.health) > _MOST_FINDINGS:
-        facts.append(("", f"and {len(workers.health) - _MOST_FINDINGS} earlier, which ft report shows"))
-    return facts + [("records", text) for text in workers.lacking]
+def _node_facts(found: Values) -> list[tuple[str, str]]:
+    facts, health = [], found["health"]
+    if found["limits"]:
+        facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found["limits"].items())))
+    facts += [("straggler", text) for text in found["stragglers"]]
+    facts += [("health", text) for text in health[-_MOST_FINDINGS:]]
+    if len(health) > _MOST_FINDINGS:
+        facts.append(("", f"and {len(health) - _MOST_FINDINGS} earlier, which ft report shows"))
+    return facts + [("records", text) for text in found["lacking"]]
 
 
-def _member_table(workers: Workers) -> str:
+def _member_table(members: Sequence[Values], hosts: Mapping[str, str]) -> str:
     rows = [
         (
-            "standby" if m.rank is None else str(m.rank),
-            m.worker,
-            events.named(m.node or "-", workers.hosts),
-            m.state or "-",
-            _shown(m.step),
-            _shown(m.lag),
+            "standby" if m["rank"] is None else str(m["rank"]),
+            m["worker"],
+            events.named(m["node"] or "-", hosts),
+            m["state"] or "-",
+            _shown(m["step"]),
+            _shown(m["lag"]),
         )
-        for m in workers.members
+        for m in members
     ]
     return table(("rank", "worker", "node", "state", "step", "lag"), rows, right=(4, 5))
 
 
-def _replica_table(found: Quorum) -> str:
+def _replica_table(replicas: Sequence[Values]) -> str:
     rows = [
-        (str(m.replica), m.state, _shown(m.step), _shown(m.quorum), _shown(m.position), seconds(m.age))
-        for m in found.members
+        (
+            str(m["replica"]),
+            m["state"],
+            *(_shown(m[name]) for name in ("step", "quorum", "position")),
+            seconds(m["age"]),
+        )
+        for m in replicas
     ]
     head = ("replica", "state", "step", "quorum", "samples taken", "last step ago")
-    if len({host for member in found.members for host in member.hosts}) > 1:
+    if len({host for member in replicas for host in member["hosts"]}) > 1:
         head = (*head, "hosts")
-        rows = [(*row, _few(member.hosts)) for row, member in zip(rows, found.members, strict=True)]
+        rows = [(*row, _few(member["hosts"])) for row, member in zip(rows, replicas, strict=True)]
     return table(head, rows, right=(2, 3, 4, 5))
 
 
@@ -461,40 +356,13 @@ def _few(hosts: Sequence[str]) -> str:
     return ", ".join(hosts[:_MOST_HOSTS]) + more or "-"
 
 
-def as_values(found: Status) -> dict[str, Any]:
-    """Return the status as JSON values."""
-    values = {
-        "phase": found.phase,
-        "step": found.step,
-        "updated_s_ago": found.age,
-        "stale": found.stale,
-        "ended": found.ended,
-        "gone": found.gone,
-        "saves": found.saves,
-    }
-    if found.quorum is not None:
-        own = found.quorum
-        values |= {"quorum": own.quorum, "healthy": list(own.healthy), "behind": list(own.behind)}
-        values |= {"step_s": own.step_s, "replicas": [vars(member) for member in own.members]}
-    if found.workers is not None:
-        workers = found.workers
-        values |= {name: getattr(workers, name) for name in _SAME_NAMES}
-        values |= {"members": [vars(member) for member in workers.members], "stragglers": workers.slow}
-        values["lost"] = [vars(one) for one in workers.lost]
-        values["last_recovery"] = _recovery_values(workers.last) if workers.last is not None else None
-    return values
-
-
-_SAME_NAMES = ("epoch", "lag", "restarts", "protected", "recovered", "lacking", "limits", "health", "hosts")
-"""Fields of :class:`Workers` that are JSON values with the same names."""
-
-
-def _recovery_values(last: Recovery) -> dict[str, Any]:
+def _recovery_values(last: Recovery) -> Values:
     gravest = last.faults[0] if last.faults else None
     return {
         "number": last.number,
         "outcome": last.outcome,
         "reason": last.reason,
+        "headline": last.headline,
         "worker": gravest.worker if gravest else None,
         "node": gravest.node if gravest else None,
         "host": last.hosts.get(gravest.node or "", "") if gravest else "",
@@ -504,19 +372,19 @@ def _recovery_values(last: Recovery) -> dict[str, Any]:
     }
 
 
-def _members(stored: dict[str, Any]) -> list[Member]:
+def _members(stored: Values, hosts: Mapping[str, str]) -> list[Values]:
     seats, standbys = stored.get("seats"), stored.get("standbys")
     found = []
     if isinstance(seats, dict):
         ordered = sorted(seats.items(), key=lambda item: _whole(item[0], 0))
-        found += [_member(_whole(rank), seat, "training") for rank, seat in ordered]
+        found += [_member(_whole(rank), seat, "training", hosts) for rank, seat in ordered]
     if isinstance(standbys, list):
-        found += [_member(None, standby, "standby") for standby in standbys]
+        found += [_member(None, standby, "standby", hosts) for standby in standbys]
     return found
 
 
-def _member(rank: int | None, values: Any, state: str) -> Member:
-    """Build a member from what the control plane has written of a worker."""
+def _member(rank: int | None, values: Any, state: str, hosts: Mapping[str, str]) -> Values:
+    """Return what the control plane has written of a worker."""
     values = values if isinstance(values, dict) else {}
     beat = values.get("beat")
     values = {**values, **beat} if isinstance(beat, dict) else values
@@ -524,65 +392,62 @@ def _member(rank: int | None, values: Any, state: str) -> Member:
     node = str(values.get("node") or worker.rpartition(".")[0])
     doing = str(values.get("doing") or state)
     where = str(values.get("where") or "") if doing != "compute" else ""
-    return Member(
-        rank,
-        worker,
-        node,
-        f"{doing}: {where}" if where else doing,
-        _whole(values.get("step")),
-        _whole(values.get("lag")),
-    )
+    place = {"rank": rank, "worker": worker, "node": node, "host": hosts.get(node, "")}
+    steps = {name: _whole(values.get(name)) for name in ("step", "lag")}
+    return {**place, "state": f"{doing}: {where}" if where else doing, **steps}
 
 
-def _at_the_end(members: list[Member], state: str, step: int | None) -> list[Member]:
+def _at_the_end(members: list[Values], state: str, step: int | None) -> list[Values]:
     """Return the members as they were at the end of the run.
 
     The last heartbeats were sent before the end, so their steps may be too small. In a run that has finished, every
     rank has committed the last step.
     """
     if is_planned_end(state):
-        return [replace(m, state="finished", step=None if m.rank is None else step, lag=None) for m in members]
-    return [replace(m, state=f"ended (last seen: {m.state})", lag=None) for m in members]
+        done = {"state": "finished", "lag": None}
+        return [{**m, **done, "step": None if m["rank"] is None else step} for m in members]
+    return [{**m, "state": f"ended (last seen: {m['state']})", "lag": None} for m in members]
 
 
-def _snapshots(found: Workers, ended: bool) -> str:
-    if found.protected is False:
-        when = "ever joined" if ended else "joined"
-        return f"none: no worker has {when} the run, and nothing {'protected' if ended else 'protects'} it"
-    if not found.hot_swap:
+def _snapshots(found: Values) -> str:
+    lag = found["lag"]
+    if found["protected"] is False:
+        when, protects = ("ever joined", "protected") if found["ended"] else ("joined", "protects")
+        return f"none: no worker has {when} the run, and nothing {protects} it"
+    if not found["hot_swap"]:
         return "none: the other replicas hold the state"
-    if found.lag is None:
+    if lag is None:
         return "-"
-    return f"{found.lag} behind the committed step" if found.lag else "all peers hold the committed step"
+    return f"{lag} behind the committed step" if lag else "all peers hold the committed step"
 
 
-def _last(recovery: Recovery | None) -> str:
+def _last(recovery: Values | None) -> str:
     if recovery is None:
         return "no recovery"
-    reason = f": {recovery.headline}" if recovery.headline else ""
-    took = "" if recovery.outcome == UNDER_WAY else f" in {seconds(recovery.total)}"
-    return f"recovery {recovery.number}, {recovery.outcome}{took}{reason}"
+    reason = f": {recovery['headline']}" if recovery["headline"] else ""
+    took = "" if recovery["outcome"] == UNDER_WAY else f" in {seconds(recovery['total_s'])}"
+    return f"recovery {recovery['number']}, {recovery['outcome']}{took}{reason}"
 
 
-def _replica(record: Record, number: int, states: dict[int, str], last: Step | None, now: float) -> ReplicaMember:
+def _replica(record: Record, number: int, states: dict[int, str], last: Step | None, now: float) -> Values:
     own = record.replicas.get(number)
     latest = max(own.commits, key=lambda commit: (commit.quorum, commit.step), default=None) if own else None
     over = own.state if own is not None and own.state not in (NOT_ENDED, NOTHING) else ""
-    return ReplicaMember(
-        replica=number,
-        state=over or states.get(number, "no folder" if own is None else "starting"),
-        step=latest.step if latest else None,
-        quorum=latest.quorum if latest else None,
-        position=last.commit.positions.get(number, 0) if last else None,
-        age=max(0.0, now - latest.wall) if latest else None,
-        hosts=_hosts(own.events) if own is not None else (),
-    )
+    return {
+        "replica": number,
+        "state": over or states.get(number, "no folder" if own is None else "starting"),
+        "step": latest.step if latest else None,
+        "quorum": latest.quorum if latest else None,
+        "position": last.commit.positions.get(number, 0) if last else None,
+        "age": max(0.0, now - latest.wall) if latest else None,
+        "hosts": _hosts(own.events) if own is not None else [],
+    }
 
 
-def _hosts(history: Sequence[Event]) -> tuple[str, ...]:
+def _hosts(history: Sequence[Event]) -> list[str]:
     """Return the host names of the nodes of a replica; an agent that joins again is called n1-2."""
     latest = {node.partition("-")[0]: host for node, host in events.hosts(history).items()}
-    return tuple(dict.fromkeys(latest.values()))
+    return list(dict.fromkeys(latest.values()))
 
 
 def _shown(value: int | None) -> str:

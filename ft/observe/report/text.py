@@ -1,10 +1,12 @@
 """Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it."""
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ft import faults
+from ft.base import events
 from ft.observe.report import protections
 from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, has_stacks, stacks_line, wipe_outs_line
 from ft.observe.report.record import STATES, Effective, Record, Replica
@@ -47,10 +49,10 @@ def _parts_of(replica: Replica) -> list[str]:
     """Return the tables about what protections did in one replica."""
     wrong = "" if replica.corruption is None else protections.text_table(replica.corruption)
     parts = [wrong] if wrong else []
-    if acted := protections.actions(replica):
-        parts.append(table(protections.ACTION_HEAD, protections.action_rows(acted), right=(0,)))
-    if made := protections.rebuilds(replica):
-        rows = table(protections.REBUILD_HEAD, protections.rebuild_rows(made), right=(0, 1, 3, 4, 5, 6))
+    if acted := protections.action_rows(replica):
+        parts.append(table(protections.ACTION_HEAD, acted, right=(0,)))
+    if made := protections.rebuild_rows(replica):
+        rows = table(protections.REBUILD_HEAD, made, right=(0, 1, 3, 4, 5, 6))
         parts.append(f"stages rebuilt from their neighbours (CheckFree)\n{rows}")
     return parts
 
@@ -80,7 +82,17 @@ def _facts_of_one(record: Record) -> Facts:
 
 
 def _recovered(record: Record) -> str:
-    return f"{sum(r.is_over for _, r in record.recoveries)} of {len(record.recoveries)} interruptions"
+    """Return how many interruptions the run has recovered from, how each ended, how long it took, and what it cost."""
+    found = [recovery for _, recovery in record.recoveries]
+    parts = [f"{sum(r.is_over for r in found)} of {count(len(found), 'interruption')}"]
+    parts[0] += " inside replicas" if record.has_quorum else ""
+    parts += [f"{times} {outcome}" for outcome, times in Counter(r.outcome for r in found).items()]
+    totals = [r.total for r in found if r.is_over and r.total is not None]
+    parts += [f"median {seconds(statistics.median(totals))} from the fault to the next step"] if totals else []
+    redone = [r.steps_redone for r in found if r.steps_redone is not None]
+    parts += [f"{count(sum(redone), 'step')} redone"] if redone else []
+    injected = sum(event.name == events.FAULT_INJECTED for _, event in record.history)
+    return ", ".join(parts + ([f"{count(injected, 'fault')} injected"] if injected else []))
 
 
 def _quorum_facts(record: Record) -> Facts:
@@ -101,7 +113,7 @@ def _quorum_facts(record: Record) -> Facts:
         took = seconds(sum(one.stall_s for one in restarts))
         found.append(("restarts", f"{len(restarts)} of all replicas, {took} in all"))
     found.append(("effective", effective_line(record.effective)))
-    return found + ([("recovered", f"{_recovered(record)} inside replicas")] if record.recoveries else [])
+    return found + ([("recovered", _recovered(record))] if record.recoveries else [])
 
 
 def _recovery_lines(record: Record) -> list[str]:

@@ -118,7 +118,7 @@ def _draw_workers(axes, record: Record) -> None:
 
 def _mismatches(record: Record, ranks: int) -> list[Event]:
     """Return the DMR mismatches to draw: the first one of each rank and attempt at a step, for ranks in the picture."""
-    found = [one.event for _, checked in record.corruptions for one in checked.mismatches]
+    found = [event for _, checked in record.corruptions for event in checked.mismatches]
     shown = {
         (event.rank, event.step, event.epoch, str(event.detail.get("attempt"))): event for event in reversed(found)
     }

@@ -79,12 +79,6 @@ def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
             "--ft-checkfree-plus swaps half of the microbatches of a step, but a step has only one",
             f"give --global-batch-size {2 * per_rank} or more",
         )
-    if training.rampup_batch_size is not None and training.rampup_batch_size[0] < 2 * per_rank:
-        yield (
-            "--ft-checkfree-plus swaps half of the microbatches of a step, but the first steps of --rampup-batch-size "
-            "have only one",
-            f"begin the ramp-up with a batch size of {2 * per_rank} or more",
-        )
 
 
 def _check_numbers(options: Any) -> Iterator[Problem]:

@@ -4,10 +4,10 @@ Comparing two executions of such an operator is meaningless. ``ft dmr selftest -
 a run with ``--ft-dmr-unstable`` reads it and leaves these operators unverified.
 """
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from msgspec import Struct, ValidationError, convert
+from msgspec.json import encode, format
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
@@ -16,23 +16,14 @@ _VERSION = 1
 _FIX = "write the file with ft dmr selftest --out"
 
 
-@dataclass(frozen=True)
-class Unstable:
-    """Contents of a file of non-reproducible operators.
-
-    Attributes:
-        operators: names of the operators.
-        torch: version of torch with which they were found to be non-reproducible.
-        device: device on which they were found to be non-reproducible.
-    """
+class Unstable(Struct, frozen=True):
+    """Contents of a file of non-reproducible operators: their names, and the version of torch and the device with which
+    they were found."""
 
     operators: tuple[str, ...]
-    torch: str
-    device: str
-
-    def values(self) -> dict[str, Any]:
-        """Return the contents as JSON values."""
-        return {"version": _VERSION, "torch": self.torch, "device": self.device, "operators": list(self.operators)}
+    torch: str = ""
+    device: str = ""
+    version: int = _VERSION
 
 
 def write_unstable(path: Path, found: Unstable) -> None:
@@ -42,7 +33,7 @@ def write_unstable(path: Path, found: Unstable) -> None:
         UserError: the file cannot be written.
     """
     try:
-        path.write_text(json.dumps(found.values(), indent=1) + "\n")
+        path.write_bytes(format(encode(found), indent=1) + b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "name a file in a folder that exists") from error
 
@@ -59,9 +50,10 @@ def read_unstable(path: Path) -> Unstable:
         raise UserError(f"{path} cannot be read: {error.strerror}", _FIX) from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}", _FIX) from error
-    operators = values.get("operators") if isinstance(values, dict) else None
-    if not isinstance(operators, list) or not all(isinstance(name, str) for name in operators):
-        raise UserError(f'{path} has no list of names under "operators"', _FIX)
-    if values.get("version") != _VERSION:
-        raise UserError(f"{path} has version {values.get('version')!r}, but only version {_VERSION} can be read", _FIX)
-    return Unstable(tuple(operators), str(values.get("torch", "")), str(values.get("device", "")))
+    try:
+        found = convert(values, Unstable)
+    except ValidationError as error:
+        raise UserError(f'{path} has no list of names under "operators": {error}', _FIX) from error
+    if found.version != _VERSION:
+        raise UserError(f"{path} has version {found.version}, but only version {_VERSION} can be read", _FIX)
+    return found

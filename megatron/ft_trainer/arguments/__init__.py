@@ -18,7 +18,7 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
-from ft.base.flags import groups, nearest, read_flags
+from ft.base.flags import nearest, read_flags
 from megatron.ft_trainer.arguments import schema
 from megatron.ft_trainer.arguments.check import check, examine
 from megatron.ft_trainer.arguments.core_options import CoreOptions
@@ -121,11 +121,8 @@ def refusals(
     """Find all problems of a command line: with single flags and, as far as their values are known, combinations.
 
     Args:
-        argv: the command line (words, or one string).
         world_size: number of ranks of the job, or of one replica; None: unknown, so combinations are not checked.
-        has_te: as for ``check``.
-        has_gpu: as for ``check``.
-        replicas: number of replicas of the model (FT-HSDP); 0: the job has no replicas.
+        has_te, has_gpu, replicas: as for ``check``.
 
     Returns:
         (the options, or None if some cannot be determined; the problems, each with its fix).
@@ -148,14 +145,9 @@ NVIDIAS = (
 
 
 def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None]:
-    """Explain what is wrong with ``unknown``, and what to write instead.
+    """Return ((problem, fix), the flag that was probably meant, None if there is no candidate) of an unknown flag.
 
-    Args:
-        unknown: a command-line word that starts with ``--``, without ``=value``.
-        supported: every flag of the parser.
-
-    Returns:
-        ((problem, fix), the flag that was probably meant, None if there is no candidate).
+    ``supported``: every flag of the parser.
     """
     if unknown.startswith(("--ft-hsdp-", "--ft-spare-", "--ft-transport")):
         return (f"{unknown} is an option of ft run", f"give it before the script: ft run {unknown} ... SCRIPT"), None
@@ -166,15 +158,11 @@ def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None
 
 
 def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None, list[Problem], list[str]]:
-    """Read a command line, and return (options, problems, doubtful flags).
-
-    Args:
-        argv: the command line (words, or one string).
-        guesses: whether an unknown flag is read as the one that was probably meant.
+    """Read a command line.
 
     Returns:
         (the options, or None if a value is rejected; the problems of single flags; flags whose values could not be
-        read).
+        read). With ``guesses``, an unknown flag is read as the one that was probably meant.
     """
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
@@ -183,7 +171,7 @@ def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None
         problem, meant = explain(unknown, supported)
         return problem, meant if guesses else None
 
-    namespace, problems, doubtful = read_flags(parser, _prepared(words), supported, about)
+    namespace, problems, doubtful = read_flags(parser, words, supported, about)
     for name, given in vars(namespace).items():
         if any(value != value for value in (given if isinstance(given, list) else [given])):  # true of NaN only
             problems.append((f"--{name.replace('_', '-')} is not a number", "give a number"))
@@ -228,26 +216,3 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         schema.add_flags(parser, concern.default_factory)
         supported += schema.all_spellings(concern.default_factory)
     return parser, supported
-
-
-def _prepared(words: list[str]) -> list[str]:
-    """Return the words that are to be parsed.
-
-    A list may be written in brackets, in one word or several: ``--recompute-modules "[mlp moe_act]"``.
-    """
-    kept: list[str] = []
-    for group in groups(words):
-        flag, equals, value = group[0].partition("=")
-        if flag in _list_flags() and len(group) + len(equals) > 1:
-            listed = " ".join([*([value] if equals else []), *group[1:]]).strip()
-            bare = listed[1:-1] if listed.startswith("[") and listed.endswith("]") else listed
-            group = [flag, *bare.split()]
-        kept += group
-    return kept
-
-
-@cache
-def _list_flags() -> frozenset[str]:
-    return frozenset(
-        flag for action in _parser()[0]._actions for flag in action.option_strings if action.nargs == "+"
-    ) - {"--data-path"}

@@ -1,8 +1,8 @@
 """Check the command-line flags for combinations that cannot work, before any process group is created.
 
-Each ``_check_*`` is a pure function of the options and the parallel layout. It yields (problem, fix) pairs of texts; a
-problem names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
-reported by ``config.transformer_config``.
+Each ``_check_*`` is a pure function of the options and the parallel layout that yields (problem, fix) pairs; a problem
+names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
+reported by ``model.transformer_config``.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from ft.base.errors import Problem, UserError
 from ft.protection.table import problems as problems_of_protections
 from megatron.ft_trainer.arguments.layout import Layout, expanded, layout
 from megatron.ft_trainer.arguments.needs import GPU, TE, is_installed, needs, unmet
-from megatron.ft_trainer.arguments.topics import batch_sizes, global_batch_size
 
 REQUIRED = {
     "core": ("num_layers", "hidden_size", "num_attention_heads"),
@@ -52,17 +51,12 @@ def examine(
 ) -> tuple[Layout | None, list[Problem]]:
     """Check the options as ``check`` does, but return (layout, problems) instead of raising an error.
 
-    If sizes are missing or do not fit ``world_size``, no layout can be computed. The layout is then None, and only the
-    flags that do not depend on it are checked.
+    If sizes are missing or do not fit ``world_size``, the layout is None, and only the flags that do not depend on it
+    are checked.
 
     Args:
-        options: as for ``check``.
-        world_size: as for ``check``.
-        has_te: as for ``check``.
-        replicas: as for ``check``.
         shapes_are_known: whether ``options`` has the final sizes (of the model, the batch, ...); if not, sizes are not
             checked.
-        has_gpu: as for ``check``.
         assumes_machine: whether to assume that the machine has everything that the options require.
     """
     found = list(_check_required(options))
@@ -73,7 +67,7 @@ def examine(
     grid = layout(options.core, options.core.num_layers, world_size)
     _fill_defaults(options, grid)
     checks = (
-        *(_check_model, _check_pipeline, _check_moe, _check_batch, _check_length),
+        *(_check_model, _check_pipeline, _check_moe, _check_batch),
         *without_shapes,
     )
     found = [problem for one in checks for problem in one(options, grid)]
@@ -115,8 +109,8 @@ def _check_required(options) -> Iterator[Problem]:
         for name in names:
             if getattr(getattr(options, concern), name) is None:
                 yield f"--{name.replace('_', '-')} is missing", f"add --{name.replace('_', '-')} N"
-    if not (options.training.train_iters or options.training.train_samples):
-        yield "the length of the run is missing", "add --train-iters N or --train-samples N"
+    if not options.training.train_iters:
+        yield "this trainer needs the length of the run in steps", "add --train-iters N"
     if options.core.lr is None:
         yield "--lr is missing", "add --lr RATE"
 
@@ -258,62 +252,33 @@ def _check_moe(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_batch(options, grid: Layout) -> Iterator[Problem]:
-    t, group = options.training, options.core.microbatch_group_size_per_vp_stage or grid.pp
-    rank_samples = t.micro_batch_size * grid.dp
-    if t.rampup_batch_size is not None:
-        start, increment, samples = t.rampup_batch_size
-        if min(start, increment, samples) < 1 or start > t.global_batch_size:
-            yield f"--rampup-batch-size {start} {increment} {samples}", "use positive numbers up to the global batch"
-            return
-        if (t.global_batch_size - start) % increment:
+    group = options.core.microbatch_group_size_per_vp_stage or grid.pp
+    size, micro = options.training.global_batch_size, options.training.micro_batch_size
+    rank_samples = micro * grid.dp
+    if size % rank_samples:
+        yield (
+            f"global batch {size} is not a multiple of micro batch {micro} x DP {grid.dp} = {rank_samples}",
+            f"use a multiple of {rank_samples}",
+        )
+    elif grid.vpp:
+        microbatches = size // rank_samples
+        if microbatches < group or 0 < microbatches % group < grid.pp:
             yield (
-                f"the batch cannot grow from {start} to {t.global_batch_size} in steps of {increment}",
-                f"make {t.global_batch_size - start} a multiple of the increment",
+                f"{microbatches} microbatches do not fit the interleaved schedule in groups of {group}",
+                f"make global batch / (micro batch x DP) a multiple of {group}",
             )
-            return
-    for size in sorted(batch_sizes(t)):
-        if size % rank_samples:
-            yield (
-                f"global batch {size} is not a multiple of micro batch {t.micro_batch_size} x DP {grid.dp} = "
-                f"{rank_samples}",
-                f"use a multiple of {rank_samples}",
-            )
-        elif grid.vpp:
-            microbatches = size // rank_samples
-            if microbatches < group or 0 < microbatches % group < grid.pp:
-                yield (
-                    f"{microbatches} microbatches do not fit the interleaved schedule in groups of {group}",
-                    f"make global batch / (micro batch x DP) a multiple of {group}",
-                )
-
-
-def _check_length(options, grid: Layout) -> Iterator[Problem]:
-    t = options.training
-    if t.train_samples and t.rampup_batch_size is None and t.train_samples < global_batch_size(t, 0):
-        yield f"--train-samples {t.train_samples} is less than one batch of {t.global_batch_size}", "train for longer"
 
 
 def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
-    s, by_samples = options.schedule, options.training.train_samples is not None
+    s, steps = options.schedule, options.training.train_iters
     if s.lr_decay_style == "WSD":
         yield "--lr-decay-style WSD is not a schedule of this trainer", "use cosine or linear, or --nvidia-trainer"
-    wrong = ("iters", "samples") if by_samples else ("samples", "iters")
-    if not by_samples and not options.training.train_iters:
-        return
-    for name in ("lr_decay", "lr_warmup"):
-        if getattr(s, f"{name}_{wrong[0]}"):
-            dashed = name.replace("_", "-")
-            yield (
-                f"--{dashed}-{wrong[0]} does not go with --train-{wrong[1]}",
-                f"use --{dashed}-{wrong[1]}",
-            )
-    if not by_samples and options.training.train_iters:
-        decay = s.lr_decay_iters or options.training.train_iters
-        if s.lr_warmup_iters >= decay and s.lr_decay_style != "constant":
-            yield (
-                f"--lr-warmup-iters {s.lr_warmup_iters} does not end before the decay of {decay} steps",
-                "shorten the warm-up or lengthen --lr-decay-iters",
-            )
+    decay = s.lr_decay_iters or steps
+    if steps and s.lr_warmup_iters >= decay and s.lr_decay_style != "constant":
+        yield (
+            f"--lr-warmup-iters {s.lr_warmup_iters} does not end before the decay of {decay} steps",
+            "shorten the warm-up or lengthen --lr-decay-iters",
+        )
 
 
 def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:

@@ -61,11 +61,8 @@ def installed_core() -> Path:
 
 @cache
 def fields_of(core: Path, config: str) -> dict[str, CoreField]:
-    """Return name -> field of a configuration dataclass and its bases.
-
-    Args:
-        core: folder of a megatron-core.
-        config: name of the dataclass, a key of ``CONFIGS``.
+    """Return name -> field of a configuration dataclass (a key of ``CONFIGS``) and its bases, of the release in
+    ``core``.
     """
     tree = _parsed(core / CONFIGS[config])
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == config)

@@ -27,13 +27,7 @@ class Layout:
 
 
 def layout(options: CoreOptions, num_layers: int, world_size: int) -> Layout:
-    """Return the layout. Sizes that do not divide are rounded down (``check`` rejects them before).
-
-    Args:
-        options: flags of the parallel dimensions.
-        num_layers: number of transformer layers.
-        world_size: number of ranks.
-    """
+    """Return the layout. Sizes that do not divide are rounded down (``check`` rejects them before)."""
     tp, pp, cp = (
         options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size,

@@ -53,12 +53,7 @@ class Need:
 
 
 def needs(options: Any, grid: Layout | None) -> list[Need]:
-    """Return what the options require.
-
-    Args:
-        options: ``megatron.ft_trainer.arguments.Options``.
-        grid: sizes of the parallel groups, or None if they are not known.
-    """
+    """Return what ``options`` (``megatron.ft_trainer.arguments.Options``) require; ``grid``: None if it is unknown."""
     c = options.core
     switches = {**_OF_SWITCHES, TE: (*_OF_SWITCHES[TE], *(_OF_EXPERTS if c.num_experts else ()))}
     found = [
@@ -91,11 +86,8 @@ def in_words(found: list[Need]) -> list[str]:
 
 
 def unmet(found: list[Need], has: Callable[[str], bool]) -> list[Problem]:
-    """Return (problem, fix) for each requirement that this machine does not meet.
-
-    Args:
-        found: the requirements.
-        has: whether a requirement is met.
+    """Return (problem, fix) for each requirement in ``found`` that this machine does not meet: ``has`` says what it
+    has.
     """
     fixes = {GPU: "run it where there is one, or drop the flag"}
     fixes[TE] = "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"

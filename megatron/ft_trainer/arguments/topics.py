@@ -1,4 +1,4 @@
-"""The options that are not megatron-core's, one dataclass per topic, and what follows from the sizes of the batch."""
+"""The options that are not megatron-core's, one dataclass per topic."""
 
 import signal
 from dataclasses import dataclass
@@ -21,14 +21,8 @@ class TrainingOptions:
     global_batch_size: int | None = None
     """Samples in a step over all data-parallel ranks. Default: micro batch x DP."""
 
-    rampup_batch_size: list[int] | None = flag(None, on="--rampup-batch-size")
-    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
-
     train_iters: int | None = None
     """Steps to train for."""
-
-    train_samples: int | None = None
-    """Samples to train for, instead of --train-iters."""
 
     exit_interval: int | None = None
     """Save and stop at the first step that this divides."""
@@ -55,19 +49,9 @@ class TrainingOptions:
     """Allow what megatron-core calls experimental."""
 
     def __post_init__(self):
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval"):
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "exit_interval"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}", "give at least 1")
-        if self.train_iters and self.train_samples:
-            raise UserError("--train-iters and --train-samples were both given", "give one of them")
-        if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
-            raise UserError(
-                f"--rampup-batch-size got {len(self.rampup_batch_size)} numbers", "give START INCREMENT SAMPLES"
-            )
-        if self.rampup_batch_size is not None and self.train_iters:
-            raise UserError(
-                "--rampup-batch-size counts in samples, --train-iters in steps", "use --train-samples instead"
-            )
 
     @property
     def exit_signum(self) -> signal.Signals:
@@ -101,14 +85,8 @@ class ScheduleOptions:
     lr_decay_iters: int | None = None
     """Steps of decay. Default: --train-iters."""
 
-    lr_decay_samples: int | None = None
-    """Samples of decay, with --train-samples."""
-
     lr_warmup_iters: int = 0
     """Steps of linear warm-up."""
-
-    lr_warmup_samples: int = 0
-    """Samples of linear warm-up, with --train-samples."""
 
     override_opt_param_scheduler: bool = flag(
         False, on=["--override-opt-param-scheduler", "--override-opt_param-scheduler"]
@@ -283,9 +261,6 @@ class LoggingOptions:
     metrics_file: str | None = None
     """Append one JSON object per step: step, loss, grad_norm, lr, consumed_samples, step_time_s, tokens_per_s, ..."""
 
-    log_params_norm: bool = False
-    """Log the norm of the parameters."""
-
     logging_level: int | None = flag(None, on="--logging-level")
     """Level of Python's logging for megatron-core (10 debug ... 40 error). Default: errors only."""
 
@@ -369,39 +344,3 @@ class FaultToleranceOptions:
     def rebuilds_stages(self) -> bool:
         """Return whether a pipeline stage that is lost on all ranks is rebuilt from its neighbours."""
         return self.ft_checkfree or self.ft_checkfree_plus
-
-
-def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
-    """Return the number of samples in the step that begins after ``consumed_samples``.
-
-    With a ramp (START INCREMENT SAMPLES), the batch grows by INCREMENT at equal distances in samples, and reaches the
-    full size after SAMPLES.
-    """
-    if options.rampup_batch_size is None:
-        return options.global_batch_size
-    start, increment, ramp_samples = options.rampup_batch_size
-    rungs = (options.global_batch_size - start) // increment
-    if consumed_samples > ramp_samples or rungs == 0:
-        return options.global_batch_size
-    return min(start + int(consumed_samples / (ramp_samples / rungs)) * increment, options.global_batch_size)
-
-
-def batch_sizes(options: TrainingOptions) -> set[int]:
-    """Return all global batch sizes of the run."""
-    if options.rampup_batch_size is not None:
-        start, increment, _ = options.rampup_batch_size
-        return set(range(start, options.global_batch_size + 1, increment))
-    return {options.global_batch_size}
-
-
-def train_steps(options: TrainingOptions) -> int:
-    """Return the number of steps of the whole run; 0 if it has no length (--skip-train)."""
-    if options.train_iters is not None or options.train_samples is None:
-        return options.train_iters or 0
-    steps = consumed = 0
-    if options.rampup_batch_size is None:
-        return options.train_samples // options.global_batch_size
-    while consumed <= options.rampup_batch_size[2] and consumed < options.train_samples:
-        consumed += global_batch_size(options, consumed)
-        steps += 1
-    return steps + max(options.train_samples - consumed, 0) // options.global_batch_size

@@ -86,15 +86,11 @@ def _is_same(folder: str, other: str) -> bool:
 
 
 def prepare(folder: Path, step: int) -> tuple[Path, int]:
-    """Remove the remains of interrupted saves and removals, and create the folder to write into.
+    """Remove the remains of interrupted saves and removals; return (the folder to write into, serial number).
 
-    Only one job writes to a checkpoint folder, and has one save in progress at a time. But workers that a recovery has
-    replaced may not have exited yet, and may still be writing an earlier save. The folder of that save is removed here,
-    so that it cannot be committed or mixed with the new one. If these workers prevent the removal of files, a later
-    save removes them.
-
-    Returns:
-        (the partial folder, the serial number of the new checkpoint).
+    Workers that a recovery has replaced may still be writing an earlier save. The folder of that save is removed here,
+    so that it cannot be committed or mixed with the new one. What they prevent from being removed, a later save
+    removes.
 
     Raises:
         OSError: the folder cannot be written.
@@ -109,11 +105,9 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
 
 
 def commit(partial: Path, manifest: Manifest) -> None:
-    """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
+    """Turn the partial folder, whose files are on disk, into a checkpoint by renaming it last.
 
-    Args:
-        partial: the folder with the files of all ranks, which are on disk.
-        manifest: the manifest.
+    Until then no existing checkpoint is affected.
 
     Raises:
         OSError: a disk operation failed; the partial folder still exists.
@@ -126,8 +120,8 @@ def commit(partial: Path, manifest: Manifest) -> None:
 
 
 def track(folder: Path, step: int) -> None:
-    """Write the tracker file with the newest checkpoint's step, for Megatron's tools. This project's loader does not
-    need it.
+    """Write the newest checkpoint's step into the tracker file, which Megatron's tools need, and the loader here does
+    not.
     """
     replace_text(folder / inventory.TRACKER, f"{step}\n")
 
@@ -141,11 +135,6 @@ def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> 
     """Remove checkpoints that were replaced or are not to be kept (``inventory.to_remove``).
 
     Return one text for each failed removal.
-
-    Args:
-        folder: folder of the checkpoints.
-        keep_last: number of checkpoints to keep; None: all.
-        distrusted: names of checkpoints that failed verification.
     """
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
@@ -189,7 +178,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def move_folder(source: Path, target: Path, aside: Path) -> None:
-    """Rename ``source`` to ``target``. A folder that exists there already is moved to ``aside``.
+    """Rename ``source`` to ``target``, and a folder that exists there already to ``aside``.
 
     If the file system can exchange two names atomically, ``target`` exists at every moment.
     """

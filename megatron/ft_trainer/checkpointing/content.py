@@ -65,10 +65,7 @@ def optimizer_kind(optimizer: Any, fully_reshardable: bool) -> str | None:
 def sharding_metadata(kind: str | None) -> dict[str, Any]:
     """Return the metadata from which core's ``sharded_state_dict`` methods derive the names and the format of shards.
 
-    All of it except the process group is stored in the checkpoint.
-
-    Args:
-        kind: format of the optimizer state (see :func:`optimizer_kind`), None for no optimizer.
+    All of it except the process group is stored in the checkpoint. ``kind``: see :func:`optimizer_kind`.
     """
     metadata = {
         "singleton_local_shards": False,
@@ -101,16 +98,10 @@ def to_save(
     """Return the state dict to save. Its top-level keys are Megatron-LM's, where Megatron-LM has such a key.
 
     Args:
-        state: position of the run.
-        model: model chunks.
-        optimizer: the optimizer.
-        scheduler: the learning-rate schedule, or None.
         kind: format of the optimizer state (see :func:`optimizer_kind`); None: it has none.
-        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         optimizer_steps: the step count to save, which a checkpoint stores once for all parameters: the maximum of
             :func:`optimizer_state.steps` over all ranks.
         run: information about the run; only its entry ``options`` (all options, by group) is stored here.
-        layout: sizes of the parallel dimensions.
     """
     metadata = sharding_metadata(kind)
     contents: dict[str, Any] = {
@@ -125,9 +116,6 @@ def to_save(
     contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
     contents |= model_shards(model, metadata)
     if kind is not None:
-        # Core cannot save a distributed optimizer before its first step. Of other optimizers it would save the moments
-        # without their step count, because that is zero, and could not load them.
-        optimizer_state.allocate(optimizer, DistributedOptimizer)
         with optimizer_state.counted_alike(optimizer, optimizer_steps):
             contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
     if scheduler is not None:
@@ -139,15 +127,7 @@ def to_save(
 def to_load(
     model: list, optimizer: Any, *, kind: str | None, with_rng: bool, data_parallel_random_init: bool
 ) -> dict[str, Any]:
-    """Return the sharded state dict that describes what this rank has to load.
-
-    Args:
-        model: model chunks.
-        optimizer: the optimizer; its state is allocated if necessary.
-        kind: format of the optimizer state in the checkpoint; None: do not load it.
-        with_rng: whether to load the states of the random generators.
-        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
-    """
+    """Return the sharded state dict of what this rank has to load; the optimizer's has ``kind`` (None: not at all)."""
     metadata = sharding_metadata(kind)
     wanted = model_shards(model, metadata)
     if kind is not None:
@@ -168,13 +148,7 @@ def apply(
 ) -> None:
     """Load tensors into model, optimizer and schedule.
 
-    Args:
-        loaded: the loaded state dict.
-        model: model chunks.
-        optimizer: the optimizer.
-        scheduler: the learning-rate schedule, or None.
-        with_optimizer: whether to load the states of optimizer and schedule from ``loaded``; otherwise the optimizer
-            copies its main (fp32) weights from the model's.
+    Without ``with_optimizer``, the optimizer copies its main (fp32) weights from the model's, and the schedule stays.
     """
     with stored_types.in_layers():
         for i, chunk in enumerate(model):

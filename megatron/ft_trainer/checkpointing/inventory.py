@@ -123,10 +123,10 @@ class Entry:
     """One checkpoint found in a folder.
 
     Args:
-        name: name of the checkpoint's folder.
+        name: name of its folder.
         step: the training step after which it was saved.
-        serial: the checkpoint's position in the order of saving, from 1; None if unknown.
-        problem: why the checkpoint is not complete; None if it is.
+        serial: its position in the order of saving, from 1; None if unknown.
+        problem: why it is not complete; None if it is.
     """
 
     name: str
@@ -145,10 +145,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Return a unique name for a save in progress.
-
-    It has to be unique because a rank that has lost its network connection may still be writing an earlier save of the
-    same step.
+    """Return a name for a save in progress: a unique one, because a rank that has lost its network connection may still
+    be writing an earlier save of the same step.
     """
     return f"{checkpoint_name(step)}.{secrets.token_hex(4)}{_PARTIAL}"
 
@@ -175,10 +173,8 @@ def is_leftover(name: str) -> bool:
 
 
 def newest_first(entries: Collection[Entry]) -> list[Entry]:
-    """Return the complete checkpoints, the last saved one first.
-
-    The order is that of saving, not of steps: after a rollback to step 500 of a run that had reached 1000, the
-    checkpoint of step 600 is the newest.
+    """Return the complete checkpoints, the last saved one first: after a rollback to step 500 of a run that had reached
+    1000, the checkpoint of step 600 is the newest.
     """
     return sorted((e for e in entries if e.complete), key=lambda e: (e.serial or 0, e.step), reverse=True)
 
@@ -194,13 +190,10 @@ def next_serial(entries: Iterable[Entry]) -> int:
 
 
 def to_remove(entries: Collection[Entry], keep_last: int | None, distrusted: Collection[str] = ()) -> list[Entry]:
-    """Return the complete checkpoints that are not to be kept, oldest first.
+    """Return the complete checkpoints beyond the newest ``keep_last`` (None keeps all), oldest first.
 
-    Args:
-        entries: the checkpoints in a folder.
-        keep_last: how many to keep, the newest; None keeps all.
-        distrusted: names of checkpoints that failed verification: they do not count as kept, and they are not removed,
-            so that the user can examine them.
+    Those whose names are in ``distrusted`` failed verification: they do not count as kept, and stay for the user to
+    examine.
     """
     if keep_last is None:
         return []
@@ -229,12 +222,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def scan(folder: Path, *, may_be_missing: bool = False) -> list[Entry]:
     """Return every checkpoint in ``folder`` in the order of steps. Only the manifests are checked, not the data files.
 
-    Args:
-        folder: folder of the checkpoints.
-        may_be_missing: whether a folder that does not exist is taken for one without checkpoints.
-
     Raises:
-        OSError: the folder cannot be listed, or a manifest cannot be read.
+        OSError: the folder cannot be listed (``may_be_missing``: then it is empty), or a manifest cannot be read.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -264,20 +253,12 @@ def _entry(checkpoint: Path, step: int) -> Entry:
 
 
 def share_of(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
-    """Return the names of the files that ``rank`` of ``ranks`` verifies: files are assigned to the ranks in turn, the
-    largest first.
-    """
+    """Return the names of the files that ``rank`` of ``ranks`` verifies: dealt out in turn, the largest first."""
     return sorted(files, key=lambda name: (-files[name].bytes, name))[rank::ranks]
 
 
 def problems(checkpoint: Path, files: Mapping[str, FileRecord], names: list[str] | None = None) -> list[str]:
-    """Return what is wrong with the files called ``names`` (default: all), one line for each bad file.
-
-    Args:
-        checkpoint: the checkpoint's folder.
-        files: name -> size and checksum, from the manifest.
-        names: names of the files to verify.
-    """
+    """Return what is wrong with the files called ``names`` (default: all of ``files``), one line for each bad file."""
     found = []
     for name in sorted(files) if names is None else names:
         problem = _problem(checkpoint / name, files[name])

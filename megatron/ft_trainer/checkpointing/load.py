@@ -34,7 +34,6 @@ class LoadReport:
     """The result of loading a checkpoint.
 
     Args:
-        path: the checkpoint's folder.
         step: the checkpoint's step (with --finetune the run starts at 0 nevertheless).
         rejected: checkpoints that were not usable, one text each: name and problem.
         optimizer: whether optimizer and schedule were loaded.
@@ -51,16 +50,11 @@ class LoadReport:
 
 
 class Loader:
-    """Loads checkpoints from one folder. All ranks have to call every method.
+    """Loads checkpoints from one folder. All ranks have to call every method. Arguments are those of ``Checkpointer``.
 
     Args:
-        folder: folder of the checkpoints.
         group: a gloo group of all ranks.
-        options: checkpoint flags.
-        run: as ``run_info`` of :class:`Checkpointer`.
-        data_parallel_random_init: as for :class:`Checkpointer`.
         distrusted: receives the names of checkpoints that fail verification.
-        log: prints a message; called on rank 0.
     """
 
     def __init__(
@@ -283,13 +277,7 @@ _SHOWN = 5
 
 
 def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> None:
-    """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer.
-
-    Args:
-        path: the checkpoint's folder.
-        manifest: the checkpoint's manifest.
-        run: as ``run_info`` of ``Checkpointer``.
-        finetune: value of --finetune.
+    """Check that the checkpoint at ``path`` belongs to this run's model and, unless it is finetuned, tokenizer.
 
     Raises:
         UserError: the model or the tokenizer differs.
@@ -311,10 +299,7 @@ def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: 
 def check_optimizer(path: Path, manifest: Manifest, ours: str | None) -> str | None:
     """Return the format of the optimizer state at ``path`` (see ``content``); None if this run has no optimizer.
 
-    Args:
-        path: the checkpoint's folder.
-        manifest: the checkpoint's manifest.
-        ours: the format in which this run would store its own optimizer state; None: it has no optimizer.
+    ``ours``: the format in which this run would store its own.
 
     Raises:
         UserError: the checkpoint has no optimizer state, or the state cannot be loaded into this run's optimizer.
@@ -352,11 +337,10 @@ def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Return the first tensors and objects that the checkpoint lacks or holds in another shape, one line each.
+    """Return the first of the ``wanted`` tensors and objects that the checkpoint lacks or has in another shape, a line
+    each.
 
-    Args:
-        wanted: sharded state dict to load.
-        stored: the result of core's ``load_sharded_metadata``, by key.
+    ``stored``: the result of core's ``load_sharded_metadata``.
     """
     shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
     keys = {s.key for s in stored.values()}

@@ -14,13 +14,10 @@ KEY = "rng_state"
 
 
 def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
-    """Return the position of this rank's generator states in the grid of all ranks' states.
+    """Return (shape of the grid of generator states: [pp, tp] or [pp, tp, dp]; this rank's position in it; this rank's
+    number among the ranks that share the position).
 
     Data-parallel ranks share their states, unless they were seeded differently or hold different experts.
-
-    Returns:
-        (shape of the grid: [pp, tp] or [pp, tp, dp]; this rank's position in it; this rank's number among the ranks
-            that share the position).
     """
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     shape = [
@@ -71,10 +68,9 @@ def restore(loaded: list[dict]) -> None:
 
 
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
-    """Seed the generators from ``seed``, ``step`` and this rank's pipeline stage and tensor-parallel rank.
+    """Seed the generators from ``seed``, ``step`` and this rank's place, if the saved states belong to another layout.
 
-    Call it if the saved states belong to another layout, so that they cannot be restored. With
-    ``data_parallel_random_init`` the seed depends on the data-parallel rank, too.
+    With ``data_parallel_random_init`` the seed depends on the data-parallel rank, too.
     """
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
     own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()

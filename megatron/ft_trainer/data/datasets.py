@@ -2,7 +2,8 @@
 
 Within one pass through the data, the samples and their order are those of megatron-core's
 ``BlendedMegatronDatasetBuilder``. The builder itself is not used, because after an error on rank 0 the other ranks wait
-in a barrier for ever, and because it trusts index files that a crash has left incomplete. It also shuffles all passes
+in a barrier for ever, and because it trusts index files that a crash has left incomplete: here a folder of them gets
+its name when all are on disk. The builder also shuffles all passes
 of a run together, so a run that is resumed with another --train-iters would continue with other samples. Here pass 0 is
 megatron-core's own single pass, and pass n > 0 has the same samples in a permutation that depends on the seed and n
 only (:class:`Passes`). The data has three *parts*: train, validation and test.
@@ -12,10 +13,15 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -32,8 +38,6 @@ from megatron.core.datasets.gpt_dataset import (
 from megatron.core.datasets.utils import Split
 from megatron.ft_trainer.agreement import from_rank_0
 from megatron.ft_trainer.arguments.topics import DataOptions
-from megatron.ft_trainer.data import index_cache
-from megatron.ft_trainer.data.index_cache import temporary_name
 from megatron.ft_trainer.data.indexed import Index, Sidecar, id_range, read_index, read_sidecar
 from megatron.ft_trainer.data.tokenizer import Tokenizer, check_made_with
 
@@ -92,9 +96,7 @@ def build_datasets(
             check_part(part, index, bounds[part], split, data.seq_length)
         check_tokens(index, read_sidecar(prefix), tokenizer, root)
         identity = [megatron.core.__version__, data.seq_length, seed, split, wanted, tokenizer.fingerprint]
-        return index_cache.prepare(
-            root, index_cache.cache_key([*identity, index_cache.dataset_identity(prefix)]), assemble
-        )
+        return index_folder(root, _digest([*identity, _identity(prefix)]), assemble)
 
     def assemble(folder: str) -> tuple:
         return _assemble(prefix, bounds, wanted, _config(data, tokenizer, seed, prefix, split, folder))
@@ -111,7 +113,7 @@ def build_datasets(
 
 
 def parse_split(text: str) -> str:
-    """Check --split and return it in a form that megatron-core reads correctly (it silently drops signs and exponents).
+    """Return --split in a form that megatron-core reads correctly (it silently drops signs and exponents).
 
     Raises:
         UserError: there are not one to three shares >= 0, or their sum is 0.
@@ -182,13 +184,7 @@ class Passes(torch.utils.data.Dataset):
 
 
 def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
-    """Return the permutation of range(size), shape (size,), for one pass through the data.
-
-    Args:
-        seed: seed of the run.
-        epoch: number of the pass, from 0.
-        size: number of samples.
-    """
+    """Return the permutation of range(size), shape (size,), for pass number ``epoch`` (from 0) through the data."""
     # RandomState's stream is the same in all versions of numpy, so that a run resumes after an upgrade.
     state = numpy.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
     order = numpy.arange(size, dtype=numpy.uint32 if size < 2**32 else numpy.int64)
@@ -216,14 +212,7 @@ def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
 def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
     """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
 
-    A dataset's sidecar (``P.meta.json``) contains its tokenizer and its largest token id. Without a sidecar all tokens
-    are read once; the result is kept in ``scan_cache`` until the file changes.
-
-    Args:
-        index: index of the dataset.
-        sidecar: the dataset's sidecar; None if it has none.
-        tokenizer: tokenizer of the run.
-        scan_cache: folder in which the smallest and largest token id are kept.
+    A dataset without a sidecar, which has its largest id, is read once; ``scan_cache`` keeps the result.
     """
     if sidecar:
         check_made_with(index.prefix, sidecar, tokenizer)
@@ -239,16 +228,10 @@ def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, sc
 
 
 def check_part(part: int, index: Index, bounds: Sequence[float], split: str, seq_length: int) -> None:
-    """Reject a dataset if its documents for one part (train, validation or test) are too short for one sample.
+    """Reject a dataset if its documents for one part (0, 1, 2: train, valid, test) are too short for one sample.
 
     megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
-
-    Args:
-        part: 0, 1 or 2 for train, valid and test.
-        index: index of the dataset.
-        bounds: the part of the documents as fractions (first, last), each in [0, 1].
-        split: the shares of the parts, such as "969,30,1".
-        seq_length: number of tokens in a sample.
+    ``bounds``: the part's documents as fractions (first, last), each in [0, 1].
     """
     first, last = (round(share * float(len(index.lengths))) for share in bounds)
     tokens = int(index.lengths[first:last].sum(dtype="int64"))
@@ -263,20 +246,59 @@ def check_part(part: int, index: Index, bounds: Sequence[float], split: str, seq
 
 
 def _scan(index: Index, folder: str) -> tuple[int, int]:
-    found = os.stat(f"{index.prefix}.bin")
-    identity = [os.path.abspath(index.prefix), found.st_size, found.st_mtime_ns]
-    name = hashlib.sha256(os.path.abspath(index.prefix).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    path = os.path.join(folder, f"ids-{name}.json")
+    path = Path(folder, f"ids-{_digest(_identity(index.prefix))}.json")
     try:
-        known = bounded_json.loads(files.read(path))
-        if known["dataset"] == identity:
-            return known["low"], known["high"]
-    except (OSError, ValueError, KeyError, TypeError):
+        low, high = bounded_json.loads(files.read(path))
+        return int(low), int(high)
+    except (OSError, ValueError, TypeError):
         pass  # there is no valid result of a scan: scan
     low, high = id_range(index)
     with suppress(OSError):  # the result only saves time in the next run
-        os.makedirs(folder, exist_ok=True)
-        with open(temporary_name(path), "w", encoding="utf-8") as file:
-            json.dump({"dataset": identity, "low": low, "high": high}, file)
-        os.replace(temporary_name(path), path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([low, high]))
     return low, high
+
+
+def _identity(prefix: str) -> list:
+    """Return the name, sizes and times of a dataset's two files. They change when the dataset is remade."""
+    stats = [os.stat(prefix + suffix) for suffix in (".idx", ".bin")]
+    return [os.path.abspath(prefix), *((s.st_size, s.st_mtime_ns) for s in stats)]
+
+
+def _digest(values: Sequence) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+_STALE_S = 86400
+
+
+def index_folder(root: str, name: str, build: Callable[[str], Any]) -> str:
+    """Return the folder ``root/name``. If it is missing, ``build(folder)`` creates its files. Call on one rank only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    final = Path(root, name)
+    if final.is_dir():
+        return str(final)
+    partial = Path(f"{final}.{secrets.token_hex(4)}.partial")  # replicas and other runs may build the same one
+    try:
+        for old in Path(root).glob("*.partial"):
+            if time.time() - old.stat().st_mtime > _STALE_S:  # of a run that was killed
+                shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir(parents=True)
+        build(str(partial))
+        for path in partial.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.is_dir():  # no other run has made it meanwhile
+                raise
+    except OSError as error:
+        fix = "give --data-cache-path a writable folder with free space"
+        raise UserError(f"can't write the index cache {final}: {error}", fix) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return str(final)

@@ -1,10 +1,8 @@
-"""Reads and writes Megatron's indexed dataset format: atomic writes, and validation before megatron-core opens it.
+"""Reads and writes Megatron's indexed dataset format: atomic writes, and validation before a run uses a dataset.
 
-``P.bin`` holds the tokens of all sequences one after the other. ``P.idx`` holds, little endian: 9 bytes of magic,
-version (u64), dtype code (u8), sequence count S (u64), document boundary count D + 1 (u64), then S lengths in tokens
-(i32), S offsets in bytes (i64) and D + 1 document boundaries in sequences (i64). Beside them, the sidecar
-``P.meta.json`` records how the dataset was made, and from which inputs. (It is not called ``P.json``, because the text
-file itself often has that name.)
+``P.bin`` holds the tokens of all sequences one after the other, ``P.idx`` what ``encode_index`` writes. Beside them,
+the sidecar ``P.meta.json`` records how the dataset was made, and from which inputs. (It is not called ``P.json``,
+because the text file itself often has that name.)
 """
 
 import json
@@ -19,16 +17,12 @@ import numpy
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.index_cache import remove_leftovers, temporary_name
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
 FORMAT_VERSION = 1
 SUFFIX = ".meta.json"
 FILES = (".bin", ".idx", SUFFIX)
-DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _REMAKE = "make the dataset again with tools/preprocess_data.py, or copy it again if the copy was interrupted"
 _CHUNK = 1 << 22
 
@@ -125,38 +119,36 @@ def token_dtype(vocab_size: int) -> numpy.dtype:
 
 
 def read_index(prefix: str) -> Index:
-    """Read ``prefix.idx``, and check it and the size of ``prefix.bin`` against each other.
+    """Read ``prefix.idx`` with megatron-core, and check it and the size of ``prefix.bin`` against each other.
 
     Raises:
         UserError: a file is missing, unreadable or truncated, or the two files do not fit each other.
     """
+    from megatron.core.datasets.indexed_dataset import _IndexReader
+
     for suffix in (".idx", ".bin"):
         _check_file(prefix, suffix)
     path = f"{prefix}.idx"
-    dtype, sequences, boundaries = _read_header(path)
-    expected = _HEADER.size + sequences * 12 + boundaries * 8
-    if (size := os.path.getsize(path)) < expected:
-        raise UserError(f"{path} was cut short: it has {size} bytes, its header says {expected}", _REMAKE)
-    empty = "make the dataset again from input that has text"
-    if sequences == 0 or boundaries < 2:
-        raise UserError(f"{path} holds no documents", empty)
-    at = _HEADER.size
-    lengths = numpy.memmap(path, numpy.int32, "r", at, (sequences,))
-    pointers = numpy.memmap(path, numpy.int64, "r", at + sequences * 4, (sequences,))
-    bounds = numpy.memmap(path, numpy.int64, "r", at + sequences * 12, (boundaries,))
-    tokens = _check_layout(path, dtype.itemsize, lengths, pointers)
-    if bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
-        raise UserError(f"{path} has document boundaries that do not cover its {sequences} sequences in order", _REMAKE)
+    try:
+        index = _IndexReader(path, multimodal=False)
+    except Exception as error:  # core asserts, and its parts raise what they like
+        raise UserError(f"{path} is not a Megatron index, or was cut short ({error!r})", _REMAKE) from error
+    lengths, dtype, bounds = index.sequence_lengths, numpy.dtype(index.dtype), index.document_indices
+    ends = numpy.cumsum(lengths, dtype=numpy.int64)
+    if (lengths < 0).any() or ((ends - lengths) * dtype.itemsize != index.sequence_pointers).any():
+        raise UserError(f"{path} is inconsistent: its sequences do not follow each other", _REMAKE)
+    tokens = int(ends[-1]) if len(ends) else 0
     if tokens == 0:
-        raise UserError(f"{path} holds {sequences} sequences without a single token", empty)
-    found = os.path.getsize(f"{prefix}.bin")
-    if found < tokens * dtype.itemsize:
+        raise UserError(f"{path} holds no documents with tokens", "make the dataset again from input that has text")
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(lengths) or (bounds[1:] < bounds[:-1]).any():
+        raise UserError(f"{path} has document boundaries that do not cover its sequences in order", _REMAKE)
+    if (found := os.path.getsize(f"{prefix}.bin")) < tokens * dtype.itemsize:
         raise UserError(
             f"{prefix}.bin has {found} bytes, {path} says {tokens} tokens of {dtype.itemsize} bytes "
             f"({tokens * dtype.itemsize})",
             _REMAKE,
         )
-    return Index(prefix, dtype, lengths, int(boundaries) - 1, tokens)
+    return Index(prefix, dtype, numpy.array(lengths), len(bounds) - 1, tokens)
 
 
 def id_range(index: Index) -> tuple[int, int]:
@@ -173,7 +165,7 @@ class IndexedWriter:
     """Writes a dataset under temporary names beside the final ones; ``commit`` renames it.
 
     ``commit`` removes the old index first and renames the sidecar last. So even if the writer is killed, files of two
-    datasets are never taken for one dataset. Temporary files of killed writers on this machine are removed.
+    datasets are never taken for one dataset. The next writer overwrites the temporary files of one that was killed.
 
     Args:
         prefix: final path without suffix; its folder is created if necessary.
@@ -186,10 +178,9 @@ class IndexedWriter:
     def __init__(self, prefix: str, dtype):
         self.prefix, self.dtype = prefix, numpy.dtype(dtype)
         self.lengths: list[int] = []
-        self._temporary = temporary_name(prefix)
+        self._temporary = f"{prefix}.partial"
         try:
             Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(prefix)
             self._bin = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115 - open until commit or abort
         except OSError as error:
             fix = "give an --output-prefix in a writable folder"
@@ -238,13 +229,17 @@ class IndexedWriter:
 
 
 def encode_index(dtype: numpy.dtype, lengths: Sequence[int]) -> bytes:
-    """Return the content of an index whose documents are one sequence each."""
+    """Return the content of an index whose documents are one sequence each.
+
+    It holds, little endian: 9 bytes of magic, version (u64), dtype code (u8), sequence count S (u64), document boundary
+    count D + 1 (u64), then S lengths in tokens (i32), S offsets in bytes (i64) and D + 1 document boundaries in
+    sequences (i64).
+    """
     sizes = numpy.array(lengths, dtype=numpy.int32)
     pointers = numpy.zeros(len(sizes), dtype=numpy.int64)
     numpy.cumsum(sizes[:-1], dtype=numpy.int64, out=pointers[1:])
     pointers *= dtype.itemsize
-    code = next(code for code, name in DTYPES.items() if name == dtype.name)
-    header = _HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1)
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, _DTYPES[dtype.name], len(sizes), len(sizes) + 1)
     bounds = numpy.arange(len(sizes) + 1, dtype=numpy.int64)
     return header + sizes.tobytes() + pointers.tobytes() + bounds.tobytes()
 
@@ -267,36 +262,6 @@ def _check_file(prefix: str, suffix: str) -> None:
         f"{path} does not exist",
         "check the prefix (a path without .bin or .idx), or make the dataset with tools/preprocess_data.py",
     )
-
-
-def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
-    with open(path, "rb") as file:
-        head = file.read(_HEADER.size)
-    if not head.startswith(MAGIC):
-        raise UserError(f"{path} is not a Megatron index: it starts with {head[:9]!r}, not {MAGIC!r}", _REMAKE)
-    if len(head) < _HEADER.size:
-        raise UserError(f"{path} was cut short: it has {len(head)} bytes, its header alone {_HEADER.size}", _REMAKE)
-    _, version, code, sequences, boundaries = _HEADER.unpack(head)
-    if version != VERSION:
-        raise UserError(f"{path} has index version {version}, only {VERSION} is known", _REMAKE)
-    if code not in DTYPES:
-        raise UserError(f"{path} has dtype code {code}, tokens have one of {sorted(DTYPES)}", _REMAKE)
-    return numpy.dtype(DTYPES[code]), sequences, boundaries
-
-
-def _check_layout(path: str, itemsize: int, lengths: numpy.ndarray, pointers: numpy.ndarray) -> int:
-    """Check that sequences are stored one after the other, and return the number of tokens."""
-    at = 0
-    for start in range(0, len(lengths), _CHUNK):
-        part = numpy.asarray(lengths[start : start + _CHUNK], dtype=numpy.int64)
-        ends = at + numpy.cumsum(part)
-        wrong = (part < 0) | (pointers[start : start + _CHUNK] != (ends - part) * itemsize)
-        if wrong.any():
-            first = start + int(wrong.argmax())
-            found = f"length {lengths[first]}, offset {pointers[first]}"
-            raise UserError(f"{path} is inconsistent at sequence {first}: {found}", _REMAKE)
-        at = int(ends[-1])
-    return at
 
 
 def _write_synced(path: str, content: bytes) -> None:

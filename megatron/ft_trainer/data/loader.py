@@ -19,12 +19,6 @@ def sample_indices(
     All data-parallel ranks together take the positions [consumed_samples, consumed_samples + micro_batch_size *
     data_parallel_size), as with Megatron-LM's sequential sampler. So the sequence of samples in which a run trains does
     not depend on the number of data-parallel ranks.
-
-    Args:
-        consumed_samples: number of samples taken before, over all data-parallel ranks.
-        micro_batch_size: number of samples in a microbatch of one rank.
-        data_parallel_rank: the rank.
-        data_parallel_size: number of data-parallel ranks.
     """
     start = consumed_samples + data_parallel_rank * micro_batch_size
     return range(start, start + micro_batch_size)

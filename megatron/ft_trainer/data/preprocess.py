@@ -10,8 +10,9 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy
 
@@ -29,7 +30,7 @@ from megatron.ft_trainer.data.indexed import (
 )
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 
-_PROBE = 8192
+_PROBE, _CHUNK = 8192, 1 << 22
 
 
 @dataclass
@@ -96,21 +97,6 @@ class Source:
     lines: bool
 
 
-@dataclass(frozen=True)
-class Document:
-    """A document as it was read: a whole text file, or a line of a file of JSON lines.
-
-    Attributes:
-        place: path of the file, for a line followed by its number.
-        content: the bytes of the file or of the line.
-        is_line: whether it is a line of JSON.
-    """
-
-    place: str
-    content: bytes
-    is_line: bool
-
-
 def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions) -> tuple[Sidecar, Counter, bool]:
     """Make the dataset ``options.output_prefix``.
 
@@ -137,7 +123,8 @@ def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions) 
         if not writer.lengths:
             why = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "no text"
             raise UserError(f"the input holds no documents ({why})", "check --input, --include and --json-key")
-        counts = _histogram(writer.written(), tokenizer.vocab_size)
+        tokens, size = writer.written(), tokenizer.vocab_size
+        counts = sum(numpy.bincount(tokens[i : i + _CHUNK], minlength=size) for i in range(0, len(tokens), _CHUNK))
         sidecar = Sidecar(
             tokenizer_type=tokenizer.kind,
             tokenizer_model=tokenizer.model,
@@ -167,9 +154,8 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
     Args:
         inputs: files and folders. Folders are searched recursively; hidden files and folders, ``__pycache__`` and
             everything that is not a regular file are left out.
-        include: globs. From a folder, only files whose relative path or name matches one of them are taken.
-        exclude: globs. From a folder, files are left out if their relative path or a component of it matches one of
-            them.
+        include: globs; of a folder, only files whose relative path or name matches one of them are taken.
+        exclude: globs; of a folder, files whose relative path or a component of it matches one of them are left out.
 
     Raises:
         UserError: an input does not exist, or there is nothing to read.
@@ -194,15 +180,7 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
 
 
 def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 (hex) of everything that determines the dataset, with names, sizes and times of the inputs.
-
-    The contents of the inputs are not read.
-
-    Args:
-        sources: the input files.
-        options: options of the preprocessing.
-        tokenizer: the tokenizer.
-    """
+    """Return a SHA-256 (hex) of everything that determines the dataset: of the inputs their names, sizes and times."""
     relevant = {k: v for k, v in asdict(options).items() if k in ("json_key", "append_eod", "shuffle_seed", "max_mb")}
     files = [[os.path.abspath(s.path), s.size, s.mtime_ns, s.lines] for s in sources]
     text = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, relevant, files], sort_keys=True)
@@ -219,30 +197,29 @@ class _NoText(Exception):
     """A file that is not text; its message is the reason under which it is counted."""
 
 
-def _text_of(document: Document, json_key: str) -> str:
-    content = document.content
-    if not document.is_line:
-        if b"\0" in content[:_PROBE]:
-            raise _NoText("binary")
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise _NoText("not UTF-8") from error
+def _text_of_file(content: bytes) -> str:
+    if b"\0" in content[:_PROBE]:
+        raise _NoText("binary")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _NoText("not UTF-8") from error
+
+
+def _text_of_line(line: bytes, json_key: str) -> str:
     fix = "repair the line or give --json-key"
     try:
-        record = bounded_json.loads(content)
+        record = bounded_json.loads(line)
     except ValueError as error:  # UnicodeDecodeError is one
         raise UserError(f"not valid JSON ({error})", fix) from error
     if not isinstance(record, dict):
-        found = type(record).__name__
-        raise UserError(f"a {found}, not a JSON object: each line has to be one document", fix)
+        raise UserError(f"a {type(record).__name__}, not a JSON object: each line has to be one document", fix)
     if json_key not in record:
         keys = ", ".join(map(repr, list(record)[:8])) or "none"
         raise UserError(f"no key {json_key!r}; it has {keys}", fix)
-    text = record[json_key]
-    if not isinstance(text, str):
-        raise UserError(f"{json_key!r} is a {type(text).__name__}, not a text", fix)
-    return text
+    if not isinstance(record[json_key], str):
+        raise UserError(f"{json_key!r} is a {type(record[json_key]).__name__}, not a text", fix)
+    return record[json_key]
 
 
 def _in_folder(folder: str, include: Sequence[str], exclude: Sequence[str]) -> list[Source]:
@@ -278,8 +255,10 @@ def _source(path: str, named: bool) -> Source:
     return Source(path, found.st_size, found.st_mtime_ns, named, lines)
 
 
-def _documents(sources: Iterable[Source], skipped: Counter) -> Iterator[Document]:
-    """Yield all documents. Files of a folder that cannot be read are counted in ``skipped``.
+def _documents(sources: Iterable[Source], skipped: Counter, json_key: str) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield (place, function that returns the text) of all documents.
+
+    Files of a folder that cannot be read are counted in ``skipped``.
 
     Raises:
         UserError: a file that the user named cannot be read.
@@ -288,11 +267,11 @@ def _documents(sources: Iterable[Source], skipped: Counter) -> Iterator[Document
         try:
             with open(source.path, "rb") as file:
                 if not source.lines:
-                    yield Document(source.path, file.read(), False)
+                    yield source.path, partial(_text_of_file, file.read())
                     continue
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield Document(f"{source.path}:{number}", line.removesuffix(b"\n"), True)
+                        yield f"{source.path}:{number}", partial(_text_of_line, line, json_key)
         except OSError as error:
             if source.named:
                 raise UserError(f"{source.path}: {error}", "repair or exclude the file") from error
@@ -307,9 +286,9 @@ def _encode(
     end = [tokenizer.eod] if options.append_eod else []
     # If the order is the input's, documents beyond the limit need not be read.
     limit = options.max_mb * 1e6 if options.max_mb and options.shuffle_seed is None else math.inf
-    for document in _documents(sources, skipped):
+    for place, read in _documents(sources, skipped, options.json_key):
         try:
-            text = _text_of(document, options.json_key)
+            text = read()
             if not text.strip():
                 raise _NoText("empty")
             ids = tokenizer.tokenize_to_array(text, writer.dtype)
@@ -318,7 +297,7 @@ def _encode(
             continue
         except (UserError, UnicodeEncodeError) as error:
             problem, fix = getattr(error, "problem", str(error)), getattr(error, "fix", None)
-            raise UserError(f"{document.place}: {problem}", fix or "repair or exclude the file") from error
+            raise UserError(f"{place}: {problem}", fix or "repair or exclude the file") from error
         writer.append(numpy.concatenate([ids, numpy.array(end, writer.dtype)]), [len(ids) + len(end)])
         text_bytes.append(len(text.encode("utf-8", "surrogatepass")))
         total += text_bytes[-1]
@@ -344,13 +323,6 @@ def _select(writer: IndexedWriter, text_bytes: list[int], options: PreprocessOpt
     for i in order:
         writer.append(tokens[starts[i] : starts[i + 1]], [lengths[i]])
     return [text_bytes[i] for i in order]
-
-
-def _histogram(tokens: numpy.ndarray, vocab_size: int, chunk: int = 1 << 22) -> numpy.ndarray:
-    counts = numpy.zeros(vocab_size, dtype=numpy.int64)
-    for start in range(0, len(tokens), chunk):
-        counts += numpy.bincount(tokens[start : start + chunk], minlength=vocab_size)
-    return counts
 
 
 def _refuse_own_output(sources: list[Source], prefix: str) -> None:

@@ -235,11 +235,7 @@ def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
 
 
 def build_tokenizer(options: TokenizerOptions, prefix: str | None = None) -> Tokenizer:
-    """Return the tokenizer that the flags name, else the one that the dataset was made with, else the byte-level one.
-
-    Args:
-        options: the tokenizer's flags.
-        prefix: prefix of the dataset, whose sidecar names its tokenizer; None: there is none.
+    """Return the tokenizer that the flags name, else the one of the dataset at ``prefix``, else the byte-level one.
 
     Raises:
         UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or the dataset was made
@@ -259,12 +255,7 @@ def build_tokenizer(options: TokenizerOptions, prefix: str | None = None) -> Tok
 
 
 def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
-    """Reject a dataset that was made with another tokenizer than ``tokenizer``.
-
-    Args:
-        prefix: path of the dataset without its suffix, for the message.
-        sidecar: what the dataset's tool has recorded about it.
-        tokenizer: the tokenizer of this run.
+    """Reject the dataset at ``prefix`` if its sidecar says that it was made with another tokenizer.
 
     Raises:
         UserError: the fingerprints differ; the message has both.
@@ -280,14 +271,8 @@ def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None
 
 
 def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_parallel_size: int) -> int:
-    """Return the number of rows of the embedding.
-
-    It is --padded-vocab-size, else ``vocab_size`` padded according to --make-vocab-size-divisible-by.
-
-    Args:
-        options: the tokenizer's flags.
-        vocab_size: number of token ids.
-        tensor_parallel_size: number of ranks over which the rows are split.
+    """Return the number of rows of the embedding: --padded-vocab-size, else ``vocab_size`` padded according to
+    --make-vocab-size-divisible-by.
 
     Raises:
         UserError: --padded-vocab-size is smaller than the vocabulary, or cannot be split over the ranks.

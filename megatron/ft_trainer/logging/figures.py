@@ -1,4 +1,4 @@
-"""Figures of a run: the summary before its first step, FLOPs of a step, and the norm of all parameters.
+"""Figures of a run: the summary before its first step, and the FLOPs of a step.
 
 FLOPs count forward and backward matrix products, without recomputation.
 """
@@ -6,26 +6,16 @@ FLOPs count forward and backward matrix products, without recomputation.
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import torch.distributed as dist
 
 from megatron import patches
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import CoreOptions
-from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.model import params_dtype, uses_te
 
 
 def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer) -> str:
-    """Return a summary of model, data and platform, in a few lines.
-
-    Args:
-        options: options of the run.
-        layout: sizes of the parallel groups.
-        parameters: number of parameters of the whole model.
-        tokenizer: the tokenizer.
-    """
+    """Return a summary of model, data and platform, in a few lines. ``parameters``: those of the whole model."""
     m, t = options.core, options.training
     experts = f", {options.core.num_experts} experts" if options.core.num_experts else ""
     rows = {
@@ -37,7 +27,7 @@ def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer
         f"{parameters / 1e6:.2f} M parameters, {str(params_dtype(options)).removeprefix('torch.')}",
         "tokenizer": f"{type(tokenizer).__name__}, vocabulary {tokenizer.vocab_size}",
         "batch": f"{t.global_batch_size} samples of {options.data.seq_length} tokens, micro batch {t.micro_batch_size}",
-        "length": f"{train_steps(t)} steps",
+        "length": f"{t.train_iters} steps",
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
@@ -115,22 +105,3 @@ def _moe_layers(model: CoreOptions) -> int:
     if isinstance(model.moe_layer_freq, list):
         return sum(model.moe_layer_freq)
     return len(range(0, model.num_layers, model.moe_layer_freq))
-
-
-def params_norm(chunks: list[torch.nn.Module]) -> float:
-    """Return the L2 norm over all parameters of the model, each counted once. All ranks have to call it, and get the
-    same result.
-    """
-    dense = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
-    experts = torch.zeros_like(dense)
-    for param in (p for chunk in chunks for p in chunk.parameters()):
-        if getattr(param, "shared", False):  # tied embeddings are counted on the first stage
-            continue
-        if getattr(param, "allreduce", True):
-            if param_is_not_tensor_parallel_duplicate(param):
-                dense += param.detach().double().square().sum()
-        else:
-            experts += param.detach().double().square().sum()
-    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
-    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
-    return (dense + experts).sqrt().item()

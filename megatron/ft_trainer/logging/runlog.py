@@ -32,8 +32,6 @@ class StepReport:
     loss_scale: float
     skipped: bool
     num_zeros: int | None = None
-    params_norm: float | None = None
-    load_balancing_loss: float | None = None
     validation_loss: float | None = None
     of_protections: dict[str, float] = field(default_factory=dict)
 
@@ -102,12 +100,9 @@ class RunLog(AbstractContextManager):
 
 
 def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
-    """Return Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them.
+    """Return Megatron-LM's line for the newest of ``reports``, the steps since the last line, oldest first.
 
-    Args:
-        reports: the steps since the last line, oldest first.
-        last_step: number of steps of the run.
-        skipped: number of steps since the last line whose update was skipped.
+    Time and throughput are averages over all of them. ``skipped``: how many updates among them were skipped.
     """
     now, count = reports[-1], len(reports)
     parts = [
@@ -122,10 +117,8 @@ def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> s
         f"loss scale: {now.loss_scale:.1f}",
     ]
     optional = {
-        "load_balancing_loss": (now.load_balancing_loss, "{:.6E}"),
         "grad norm": (now.grad_norm, "{:.3f}"),
         "num zeros": (now.num_zeros, "{}"),
-        "params norm": (now.params_norm, "{:.3f}"),
     }
     parts += [f"{name}: {shape.format(value)}" for name, (value, shape) in optional.items() if value is not None]
     parts.append(f"number of skipped iterations: {skipped:3d}")

@@ -29,12 +29,8 @@ _SLOW = "look at the PCIe link (nvidia-smi -q: link width and generation), the N
 
 @dataclass(frozen=True)
 class _Copy:
-    """Times of copies of the same state.
-
-    Attributes:
-        gb_s: gigabytes per second of the fastest copy, checksums included.
-        blocks_s: seconds for which the call that starts that copy blocks the training thread.
-    """
+    """Times of copies of the same state: gigabytes per second of the fastest copy, checksums included; seconds for
+    which the call that starts that copy blocks the training thread; its seconds."""
 
     gb_s: float
     blocks_s: float

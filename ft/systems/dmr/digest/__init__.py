@@ -3,6 +3,6 @@
 DMR compares digests on accelerators, and wherever the first result is not kept until the second execution.
 """
 
-from ft.systems.dmr.digest.api import backend, compare, differing, digest, digest_many, same, writer
+from ft.systems.dmr.digest.api import backend, differing, digest, digest_many, same, writer
 
-__all__ = ["backend", "compare", "differing", "digest", "digest_many", "same", "writer"]
+__all__ = ["backend", "differing", "digest", "digest_many", "same", "writer"]

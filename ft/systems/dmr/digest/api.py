@@ -41,8 +41,7 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-    """Return the digests of tensors on one device as int64 [number of tensors, 2]; row i is ``digest(tensors[i],
-    seed)``.
+    """Return the digests of tensors on one device as int64 [number of tensors, 2].
 
     Raises:
         UserError: as ``digest``.
@@ -119,28 +118,16 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes, _memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
-def compare(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return whether two tensors have the same dtype, shape and bits, as bool [] on their device. On accelerators it
-    does not synchronise.
-
-    Raises:
-        UserError: a tensor has no plain memory (sparse, quantised, meta).
-    """
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return torch.zeros((), dtype=torch.bool, device=a.device)
-    if a.device.type == "cpu" == b.device.type:
-        return torch.tensor(same(a, b))
-    return (definition.integers(a) == definition.integers(b)).all()
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return the result of ``compare`` for two tensors on the CPU, as a bool.
+    """Return whether two tensors have the same dtype, shape and bits. Synchronises with an accelerator.
 
     Raises:
         UserError: a tensor has no plain memory (sparse, quantised, meta).
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
+    if a.device.type != "cpu":
+        return bool((definition.integers(a) == definition.integers(b)).all())
     if not (a.stride() == b.stride() and _is_dense(a) and a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()):
         a, b = definition.laid_out(a), definition.laid_out(b)
     return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0

@@ -61,12 +61,9 @@ def digest(
     threads: int | None = None,
     width: int | None = None,
 ) -> None:
-    """Write the digest of a CPU tensor into ``out``.
+    """Write the digest of a CPU tensor into ``out``, int64 [2].
 
     Args:
-        tensor: the tensor, on the CPU.
-        seed: seed of the hash keys.
-        out: receives the digest; int64 [2].
         using: the library; None for the one in this folder, which has to exist.
         threads: maximum number of threads, each of which gets at least 2 MiB; None for torch's number of threads.
         width: vector instructions to use: 512 (AVX-512), 2 (AVX2) or 0 (none); None for the widest available.
@@ -91,15 +88,8 @@ def digest(
 
 
 def block_sums(blocks: torch.Tensor, using: ctypes.CDLL | None = None) -> torch.Tensor:
-    """Return the sum of each block of numbers and the sum of their magnitudes, in double precision.
-
-    Args:
-        blocks: fp32 [pieces, blocks, numbers], on the CPU, contiguous in the last two dimensions.
-        using: the library; None for the one in this folder, which has to exist.
-
-    Returns:
-        fp64 [2, pieces, blocks].
-    """
+    """Return the sum of each block of numbers and the sum of their magnitudes, fp64 [2, pieces, blocks], of fp32
+    [pieces, blocks, numbers] on the CPU, contiguous in the last two dimensions."""
     using = using or library()
     pieces, count, length = blocks.shape
     found = torch.empty((pieces, 2, count), dtype=torch.float64)

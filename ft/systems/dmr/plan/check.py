@@ -6,7 +6,7 @@ operator by operator and instant by instant, independently of the planner.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ft.systems.dmr.plan.phases import executed_twice, executes_last_again
 from ft.systems.dmr.plan.trace import (
@@ -55,17 +55,15 @@ def bad_segments(plan: Plan, changes: Changes) -> Iterator[str]:
     """Yield each problem of the plan's AGC segments as one sentence."""
     by_id = {op.id: op for op in plan.trace.ops}
     windows = {window.id: window for window in plan.trace.windows}
-    recomputed: dict[tuple, list[Operator]] = defaultdict(list)
-    for op in plan.trace.ops:
-        if op.phase == RECOMPUTE:
-            recomputed[_block(op)].append(op)
+    again = recomputed(plan.trace)
     for segment in plan.segments.values():
         name = f"AGC segment {segment.id!r}"
         yield from (f"{name} {problem}" for problem in _inconsistent(plan, segment, by_id, windows))
         ops = [by_id[each] for each in segment.ops if each in by_id]
         if ops and segment.window in windows:
-            replayed = _replayed(segment, ops, recomputed)
-            for problem in _not_replayable(segment, ops, replayed, windows[segment.window], changes):
+            for problem in _not_replayable(
+                segment, ops, replayed(segment, ops, again), windows[segment.window], changes
+            ):
                 yield f"{name} {problem}"
 
 
@@ -94,9 +92,20 @@ def _inconsistent(
         yield f"is said to take {segment.load_us:.3f} us, and takes {least:.3f}"
 
 
-def _replayed(segment: AgcSegment, ops: list[Operator], recomputed: Mapping[tuple, list[Operator]]) -> list[Operator]:
-    """Return the operators of the block's recomputation that are executed again before the segment: those up to the
-    last operator whose result the segment reads and does not keep. Return none if nothing is regenerated."""
+def recomputed(trace: Trace) -> dict[tuple, list[Operator]]:
+    """Return (stage, microbatch, chunk, layer) -> the operators of that block's activation recomputation, in order."""
+    found: dict[tuple, list[Operator]] = defaultdict(list)
+    for op in trace.ops:
+        if op.phase == RECOMPUTE:
+            found[_block(op)].append(op)
+    return found
+
+
+def replayed(
+    segment: AgcSegment, ops: Sequence[Operator], recomputed: Mapping[tuple, list[Operator]]
+) -> list[Operator]:
+    """Return the operators of the block's recomputation that are executed again before the segment's ``ops``: those up
+    to the last one whose result the segment reads and does not keep. Return none if nothing is regenerated."""
     inside = {name for op in ops for name in op.out_ids}
     missing = {name for op in ops for name in op.in_ids} - inside - set(segment.keeps)
     again = recomputed.get(_block(ops[0]), []) if segment.regenerated_us else []

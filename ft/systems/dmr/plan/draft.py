@@ -34,8 +34,6 @@ class Holdings:
     maximum that training uses is added to the maximum that is kept, so that the result is never too low.
 
     Args:
-        trace: provides the tensors and the memory that training uses.
-        stage: the pipeline stage.
         windows: windows of the stage, in order of their end.
         budget: bytes that the stage may use.
 
@@ -131,13 +129,10 @@ ROUNDING_US = 1e-6
 
 
 class Draft:
-    """The operators and windows of one stage, and the decisions that the phases of the planner have taken so far.
-
-    Methods identify a window by its ``slot``, its position in ``windows``.
+    """The operators and windows of one stage, and the decisions that the phases of the planner have taken so far. A
+    window is identified by its ``slot``, its position in ``windows``.
 
     Args:
-        trace: the iteration that is planned.
-        stage: the pipeline stage.
         budget: bytes that the stage may use.
         kinds: kinds of windows that may be used.
 

@@ -22,16 +22,16 @@ A plan file is a trace file with these additions:
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from msgspec import Meta, Struct, ValidationError, convert, structs
+from msgspec import Struct, ValidationError, convert, structs
 from msgspec.json import encode
 
 from ft.base import bounded_json, files
@@ -66,7 +66,6 @@ _PROFILE_AGAIN = "profile again: ft dmr profile --out FILE"
 _PLAN_AGAIN = "plan again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
 
 _T = TypeVar("_T")
-_Positive = Annotated[int, Meta(ge=1)]
 _CHOICES = {"phase": PHASES, "kind": INTER + INTRA, "set": SETS}
 
 
@@ -81,22 +80,13 @@ class _Memory(Struct):
     budget: Amount | None = None
 
 
-class _Pipeline(Struct):
-    stages: _Positive
-    microbatches: _Positive
-    chunks: _Positive = 1
-    comm_us: Amount = 0.0
-    blocking: bool = True
-    group: Count = 0
-
-
 class _Trace(Struct):
     fingerprint: dict[str, Any]
     ops: list[Operator]
     tensors: list[Tensor]
     windows: list[Window]
     memory: _Memory
-    schedule: _Pipeline | None = None
+    schedule: Pipeline | None = None
     early_stop: bool = False
 
 
@@ -108,14 +98,8 @@ class _Plan(Struct):
 
 
 class _File:
-    """The JSON object of a file, which users may have edited. A field that is null counts as absent.
-
-    Args:
-        path: a JSON file.
-        fix: what the user can do if the file cannot be used.
-
-    Attributes:
-        values: the object.
+    """The JSON object of a file, which users may have edited. A field that is null counts as absent. ``fix``: what the
+    user can do if the file cannot be used.
 
     Raises:
         UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.
@@ -156,6 +140,8 @@ class _File:
             return convert(values, kind)
         except ValidationError as error:
             raise self._refused(str(error), values, place) from error
+        except UserError as error:  # of a schedule that does not exist
+            raise self.error(f"is impossible: {error.problem}", "schedule") from error
 
     def _refused(self, problem: str, values: Any, place: str) -> UserError:
         """Return the error for a message of msgspec such as "Expected `float`, got `str` - at `$.ops[3].t_us`"."""
@@ -202,7 +188,7 @@ def _trace(file: _File) -> Trace:
         tensors={tensor.id: tensor for tensor in found.tensors},
         windows=tuple(sorted(found.windows, key=lambda one: (one.stage, one.start_us))),
         memory=_memory(found.memory),
-        pipeline=_pipeline(found.schedule, file) if found.schedule is not None else None,
+        pipeline=found.schedule,
         early_stop=found.early_stop,
     )
     _refuse_twice("tensor", (tensor.id for tensor in found.tensors), file)
@@ -227,13 +213,6 @@ def _memory(found: _Memory) -> Memory:
     return Memory({stage: tuple(sorted(points)) for stage, points in timeline.items()}, found.budget)
 
 
-def _pipeline(found: _Pipeline, file: _File) -> Pipeline:
-    pipeline = Pipeline(**structs.asdict(found))
-    if pipeline.stages * pipeline.microbatches * pipeline.chunks > MOST_UNITS:
-        raise file.error(f"has more than {MOST_UNITS} forwards: {pipeline}", "schedule")
-    return pipeline
-
-
 def _refuse_inconsistent(trace: Trace, file: _File) -> None:
     _refuse_twice("operator", (op.id for op in trace.ops), file)
     _refuse_twice("window", (window.id for window in trace.windows), file)
@@ -253,6 +232,8 @@ def _refuse_inconsistent(trace: Trace, file: _File) -> None:
         circle = " <- ".join(map(str, error.args[1]))
         raise file.error(f"has a cycle: operators need each other's results: {circle}") from error
     if trace.pipeline is not None:
+        if math.prod(_shape(trace.pipeline)) > MOST_UNITS:
+            raise file.error(f"has more than {MOST_UNITS} forwards: {trace.pipeline}", "schedule")
         _fits(trace, trace.pipeline, file)
 
 
@@ -325,14 +306,13 @@ def write_plan(path: Path, plan: Plan) -> None:
 def _trace_values(trace: Trace) -> dict[str, Any]:
     """Return the fields of a trace file."""
     points = [_Level(at, live, stage) for stage, level in sorted(trace.memory.timeline.items()) for at, live in level]
-    pipeline = trace.pipeline and _Pipeline(**asdict(trace.pipeline))
     found = _Trace(
         fingerprint=dict(trace.fingerprint),
         ops=list(trace.ops),
         tensors=list(trace.tensors.values()),
         windows=list(trace.windows),
         memory=_Memory(points, trace.memory.budget),
-        schedule=pipeline,
+        schedule=trace.pipeline,
         early_stop=trace.early_stop,
     )
     return {"version": VERSION, **structs.asdict(found)}
@@ -351,14 +331,8 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two fingerprints: a text with name, planned value and the run's value for each.
-
-    A fingerprint is a mapping of the properties of a run that a plan depends on.
-
-    Args:
-        planned: fingerprint of the run for which the plan was made.
-        run: fingerprint of the run that is to follow the plan.
-    """
+    """Return the differences between the fingerprints of a plan and of a run that is to follow it: a text with name,
+    planned value and the run's value for each."""
     names = [*FINGERPRINT, *sorted((planned.keys() | run.keys()) - set(FINGERPRINT))]
     return [
         f"{name}: planned for {planned.get(name)!r}, the run has {run.get(name)!r}"

@@ -12,43 +12,30 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ft.systems.dmr.plan.draft import Draft
 from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A deferred verification.
+class Entry(NamedTuple):
+    """A deferred verification, known by its ``key``: its duration in microseconds, and the bytes of memory that are
+    kept until then and would be free otherwise."""
 
-    Attributes:
-        op: id of the operator.
-        check_us: duration of the verification, in microseconds.
-        bytes: memory that is kept until the verification and would be free otherwise, in bytes.
-    """
-
-    op: str
+    key: Any
     check_us: float
     bytes: float
 
 
 class Waiting:
     """The queue of deferred verifications (entries), in the order of their arrival. Every method that returns entries
-    removes them from the queue.
-
-    Args:
-        entries: initial entries, oldest first.
-
-    Attributes:
-        held: memory that is kept for all entries, in bytes.
-    """
+    removes them from the queue. ``held``: memory that is kept for all entries, in bytes."""
 
     def __init__(self, entries: Iterable[Entry] = ()):
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[Any, Entry] = {}
         self._by_time: list[tuple[float, int, Entry]] = []
-        self._holding: list[tuple[float, str, Entry]] = []
-        self._number: dict[str, int] = {}
+        self._holding: list[tuple[float, Any, Entry]] = []
+        self._number: dict[Any, int] = {}
         self._came = 0
         self.held = 0.0
         for entry in entries:
@@ -60,47 +47,43 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, op: str) -> bool:
-        return op in self._entries
+    def __contains__(self, key: Any) -> bool:
+        return key in self._entries
 
     def put(self, entry: Entry) -> None:
         """Add an entry."""
         self._came += 1
-        self._entries[entry.op], self._number[entry.op] = entry, self._came
+        self._entries[entry.key], self._number[entry.key] = entry, self._came
         # Of equally long entries the oldest is last in the list and is taken first.
         bisect.insort(self._by_time, (entry.check_us, -self._came, entry))
         if entry.bytes:
-            bisect.insort(self._holding, (entry.check_us, entry.op, entry))
+            bisect.insort(self._holding, (entry.check_us, entry.key, entry))
             self.held += entry.bytes
 
-    def take(self, op: str) -> Entry:
-        """Remove and return the entry of an operator.
+    def take(self, key: Any) -> Entry:
+        """Remove and return the entry of a key.
 
         Raises:
-            KeyError: the operator has no entry.
+            KeyError: there is no such entry.
         """
-        entry = self._entries.pop(op)
-        number = self._number.pop(op)
+        entry = self._entries.pop(key)
+        number = self._number.pop(key)
         del self._by_time[bisect.bisect_left(self._by_time, (entry.check_us, -number))]
         if entry.bytes:
-            del self._holding[bisect.bisect_left(self._holding, (entry.check_us, op))]
+            del self._holding[bisect.bisect_left(self._holding, (entry.check_us, key))]
             # Reset to 0 when nothing is held, because sums of fractional sizes are not exact.
             self.held = self.held - entry.bytes if self._holding else 0.0
         return entry
 
     def press(self, headroom: float, longest_us: float = math.inf) -> list[Entry]:
-        """Remove and return the entries that have to be executed immediately so that the rest fits into memory.
-
-        Args:
-            headroom: available memory, in bytes.
-            longest_us: the longest window that will come soon, in microseconds. Entries that take longer would keep
-                their memory for long, and are removed first, in order of decreasing duration. Then other entries are
-                removed, in order of increasing duration.
-        """
+        """Remove and return the entries that have to be executed immediately so that the rest fits into ``headroom``
+        bytes of memory. Entries that take longer than the longest window that will come soon would keep their memory
+        for long, and are removed first, in order of decreasing duration. Then other entries are removed, in order of
+        increasing duration."""
         forced = []
         while self.held > headroom and self._holding:
             last, first = self._holding[-1][2], self._holding[0][2]
-            forced.append(self.take((last if last.check_us > longest_us else first).op))
+            forced.append(self.take((last if last.check_us > longest_us else first).key))
         return forced
 
     def fill(self, dur_us: float) -> list[Entry]:
@@ -108,7 +91,7 @@ class Waiting:
         choice fills 0.975 of the time, an exact choice 0.976.)"""
         chosen = []
         while place := bisect.bisect_right(self._by_time, dur_us, key=lambda each: each[0]):
-            entry = self.take(self._by_time[place - 1][2].op)
+            entry = self.take(self._by_time[place - 1][2].key)
             chosen.append(entry)
             dur_us -= entry.check_us
         return chosen
@@ -117,7 +100,7 @@ class Waiting:
         """Remove and return the oldest entry that takes at most ``at_most_us`` microseconds; None if there is none."""
         if not self._by_time or self._by_time[0][0] > at_most_us:
             return None
-        return self.take(next(entry.op for entry in self if entry.check_us <= at_most_us))
+        return self.take(next(entry.key for entry in self if entry.check_us <= at_most_us))
 
 
 SOON = 256
@@ -166,10 +149,10 @@ def _use(draft: Draft, ops: Mapping[str, Operator], waiting: Waiting, slot: int)
     room = draft.room[slot]
     if not draft.windows[slot].dynamic:
         for entry in waiting.fill(room):
-            _defer(draft, ops[entry.op], slot)
+            _defer(draft, ops[entry.key], slot)
         return
     while (entry := waiting.oldest(room)) is not None:
-        _defer(draft, ops[entry.op], slot)
+        _defer(draft, ops[entry.key], slot)
         room -= entry.check_us
 
 
@@ -180,7 +163,7 @@ def _defer(draft: Draft, op: Operator, slot: int) -> None:
 
 def _at_once(draft: Draft, entries: Iterable[Entry]) -> None:
     for entry in entries:
-        draft.give_up(entry.op)
+        draft.give_up(entry.key)
 
 
 def _entry(draft: Draft, op: Operator) -> Entry:

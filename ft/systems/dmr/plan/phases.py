@@ -43,12 +43,8 @@ def piggyback(draft: Draft) -> None:
 
 
 class RepeatedOperators(NamedTuple):
-    """Operators that activation checkpointing executes twice with the same result.
-
-    Attributes:
-        ops: ids of these operators, in the forward pass and in the recomputation.
-        segments: names of the checkpointed segments that are recomputed.
-    """
+    """Ids of the operators that activation checkpointing executes twice with the same result, and names of the
+    checkpointed segments that are recomputed."""
 
     ops: frozenset[str]
     segments: frozenset[str]
@@ -108,7 +104,6 @@ class Candidate:
     """A segment that may be deferred.
 
     Attributes:
-        ops: its operators.
         load_us: duration of a replay, in microseconds.
         regenerated_us: the part of it that regenerates inner activations.
         tensors: the tensors that are kept.

@@ -25,13 +25,7 @@ PHASES = 3
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a plan that belongs to one stage (or to all stages).
-
-    Attributes:
-        assign: operator id -> how the operator is verified.
-        segments: AGC segments, by id.
-        peak: peak memory, in bytes.
-    """
+    """The part of a plan that belongs to one stage (or to all stages). ``peak``: peak memory, in bytes."""
 
     assign: Mapping[str, Assignment]
     segments: Mapping[str, AgcSegment]
@@ -44,12 +38,6 @@ def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> 
     One plan keeps the activations inside AGC segments that come from a recomputation. Another plan regenerates them,
     which is better where memory and not time is scarce. A third plan leaves out phase 2, because single operators may
     fill windows better.
-
-    Args:
-        trace: the iteration.
-        budget: memory that each stage may use, in bytes.
-        phases: highest number of planning phases, 1 to 3.
-        kinds: kinds of windows that may be used.
     """
     for number, inner in ((1, None), (2, InnerActivations.KEPT), (2, InnerActivations.REGENERATED)):
         if number > phases:

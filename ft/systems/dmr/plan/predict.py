@@ -13,7 +13,7 @@ grow when immediate verifications lengthen the units.
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -43,7 +43,6 @@ class Timeline:
     """The result of a simulation.
 
     Attributes:
-        pipeline: the simulated pipeline.
         order: units of each stage in the order of their execution.
         times: unit -> (start, end) in microseconds.
         free_us: unit -> time at which its stage could continue after the unit, including the work added after it.
@@ -67,7 +66,6 @@ def simulate(
     """Simulate the schedule.
 
     Args:
-        pipeline: number of stages, microbatches and chunks, and communication time.
         duration: returns the time of a unit in microseconds, without communication. A backward pass includes the
             gradients of inputs and of weights, because core's schedules send the input's gradient after both.
         behind: returns the time in microseconds that a stage spends on deferred verifications after a unit and before
@@ -91,15 +89,8 @@ def _sends(pipeline: Pipeline, unit: Unit) -> bool:
 
 
 class Idle(NamedTuple):
-    """Time in which a stage runs no unit.
-
-    Attributes:
-        stage: the stage.
-        start_us: start of the idle time.
-        end_us: end of the idle time.
-        kind: "p2p" while a message of the stage is in flight, else "bubble".
-        after: the unit before it; None at the beginning of the iteration, where there is nothing yet to verify.
-    """
+    """Time in which a stage runs no unit: of kind "p2p" while a message of the stage is in flight, else "bubble".
+    ``after``: the unit before it; None at the beginning of the iteration, where there is nothing yet to verify."""
 
     stage: int
     start_us: float
@@ -143,13 +134,7 @@ def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Uni
 
 
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
-    """Return the time by which the verification of an operator lengthens the work of its stage, in microseconds.
-
-    Args:
-        trace: the profile.
-        op: the operator.
-        assignment: when the operator is verified.
-    """
+    """Return the time by which the verification of an operator lengthens the work of its stage, in microseconds."""
     return _cost(trace, op).of(assignment.set)
 
 
@@ -158,26 +143,9 @@ def everything_at_once(trace: Trace) -> dict[str, Assignment]:
     return {op.id: Assignment(NAIVE if op.deterministic else UNCHECKED) for op in trace.ops}
 
 
-@dataclass(frozen=True)
-class AddedTime:
-    """Time that DMR adds on one stage, in microseconds.
-
-    Attributes:
-        inside: unit -> added time inside the unit; key None: added time outside of all units, which is counted
-            after the last unit.
-        behind: unit -> added time between this unit and the next one.
-    """
-
-    inside: dict[Unit | None, float] = field(default_factory=dict)
-    behind: dict[Unit, float] = field(default_factory=dict)
-
-
 class Clock:
-    """Predicts the duration of an iteration for any assignment of operators to ways of verification.
-
-    Args:
-        trace: one iteration. If it has a pipeline schedule, stages wait for each other; otherwise they are independent.
-    """
+    """Predicts the duration of an iteration for any assignment of operators to ways of verification. With a pipeline
+    schedule, stages wait for each other; otherwise they are independent."""
 
     def __init__(self, trace: Trace):
         self._trace = trace
@@ -190,52 +158,53 @@ class Clock:
 
     def none_us(self) -> float:
         """Return the duration without DMR, in microseconds."""
-        return self._time({})
+        return self._time({}, {})
 
     def time_us(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment] | None = None) -> float:
         """Return the duration with every operator verified as assigned, in microseconds."""
-        return self._time(self._added(assign, segments or {}))
+        return self._time(*self._added(assign, segments or {}))
 
     def exposed_us(self, assign: Mapping[str, Assignment]) -> float:
         """Return the verification time outside of windows, summed over stages, in microseconds."""
         return sum(self._costs[each].of(how.set) for each, how in assign.items())
 
-    def _time(self, added: Mapping[int, AddedTime]) -> float:
+    def _time(self, inside: Mapping[Unit | int, float], behind: Mapping[Unit, float]) -> float:
+        """Return the duration of the iteration with the added times of ``_added``."""
         pipeline = self._trace.pipeline
         if pipeline is None:
-            return self._end + max((sum(each.inside.values()) for each in added.values()), default=0.0)
+            totals: dict[int, float] = defaultdict(float)
+            for where, us in inside.items():
+                totals[where if isinstance(where, int) else where.stage] += us
+            return self._end + max(totals.values(), default=0.0)
 
         def duration(unit: Unit) -> float:
             begin, end = self._spans.get(unit, (0.0, 0.0))
-            return end - begin + (added[unit.stage].inside.get(unit, 0.0) if unit.stage in added else 0.0)
+            return end - begin + inside.get(unit, 0.0)
 
-        def behind(unit: Unit) -> float:
-            return added[unit.stage].behind.get(unit, 0.0) if unit.stage in added else 0.0
+        after = max((us for where, us in inside.items() if isinstance(where, int)), default=0.0)
+        tail = max(0.0, self._end - self._pipeline_end) + after
+        return simulate(pipeline, duration, lambda unit: behind.get(unit, 0.0)).end_us + tail
 
-        tail = max(0.0, self._end - self._pipeline_end) + max(
-            (each.inside.get(None, 0.0) for each in added.values()), default=0.0
-        )
-        return simulate(pipeline, duration, behind).end_us + tail
-
-    def _added(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> dict[int, AddedTime]:
-        """Return stage -> the time that DMR adds there."""
-        added = {stage: AddedTime() for stage in self._trace.stages}
+    def _added(
+        self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]
+    ) -> tuple[dict[Unit | int, float], dict[Unit, float]]:
+        """Return the microseconds that DMR adds inside each unit (or of a stage outside of all units), and behind each
+        unit."""
+        inside: dict[Unit | int, float] = defaultdict(float)
+        behind: dict[Unit, float] = defaultdict(float)
         loads = [(segment.window, segment.load_us) for segment in segments.values()]
         for op, cost in self._costs.items():
             how = assign[op]
             paid = cost.of(how.set)
             if paid:
-                inside = added[cost.stage].inside
-                unit = cost.again if how.set == PIGGYBACK else cost.unit
-                inside[unit] = inside.get(unit, 0.0) + paid
+                inside[cost.again if how.set == PIGGYBACK else cost.unit] += paid
             elif how.window is not None and how.agc_segment is None:
                 loads.append((how.window, cost.naive_us))
         for window, load_us in loads:
             unit = self._behind.get(window)
             if unit is not None:
-                behind = added[unit.stage].behind
-                behind[unit] = behind.get(unit, 0.0) + load_us
-        return added
+                behind[unit] += load_us
+        return inside, behind
 
     def _units_before_windows(self) -> dict[str, Unit]:
         """Return window id -> the unit after which the verifications in the window are executed. Windows inside units
@@ -250,21 +219,12 @@ class Clock:
         return found
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """Time by which the verification of an operator lengthens the work of its stage, in microseconds.
+class _Cost(NamedTuple):
+    """Microseconds by which the verification of an operator lengthens the work of its stage: immediately, or in set P.
+    ``unit`` and ``again`` are what is lengthened then; the number of the stage if the operator is in no unit."""
 
-    Args:
-        stage: stage of the operator.
-        unit: the unit that is lengthened by an immediate verification; None if the operator is in no unit.
-        again: the unit that is lengthened by a verification in set P; None if the operator is in no unit.
-        naive_us: cost of an immediate verification.
-        piggyback_us: cost of a verification in set P.
-    """
-
-    stage: int
-    unit: Unit | None
-    again: Unit | None
+    unit: Unit | int
+    again: Unit | int
     naive_us: float
     piggyback_us: float
 
@@ -275,9 +235,10 @@ class _Cost:
 
 def _cost(trace: Trace, op: Operator) -> _Cost:
     again = op.t_us if executes_last_again(trace.early_stop, op) else 0.0
-    unit = unit_of(op) if op.phase in IN_UNITS else None
-    later = unit._replace(backward=True) if unit is not None and again else unit
-    return _Cost(op.stage, unit, later, op.check_us, op.compare_us + again)
+    if op.phase not in IN_UNITS:
+        return _Cost(op.stage, op.stage, op.check_us, op.compare_us + again)
+    unit = unit_of(op)
+    return _Cost(unit, unit._replace(backward=True) if again else unit, op.check_us, op.compare_us + again)
 
 
 def unit_of(op: Operator) -> Unit:
@@ -337,16 +298,12 @@ def _first_of_next(
     before: tuple[float, float] | None, windows: Sequence[Window], behind: tuple[float, float] | None
 ) -> int:
     """Return the index of the first window, of those between two units, that belongs to the later unit; the number of
-    windows if all of them belong to the earlier unit.
+    windows if all of them belong to the earlier unit. ``before``, ``behind``: (start, end) of the two units; None if
+    there is none.
 
     A unit may begin with communication (without recomputation it does), and waits for its message before that. The
     widest gap between operators and windows is therefore taken to be the wait, and ends the earlier unit. Without gaps
     all windows belong to the earlier unit.
-
-    Args:
-        before: (start, end) of the earlier unit; None if there is none.
-        windows: the windows between the units, in order of time.
-        behind: (start, end) of the later unit; None if there is none.
     """
     if behind is None:
         return len(windows) if before is not None else 0

@@ -6,8 +6,7 @@ Second executions that are deferred to windows are hidden: they do not lengthen 
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
@@ -20,16 +19,9 @@ _FAR = 0.05
 """Share of an iteration by which the simulated schedule may differ from the trace without being reported."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """The operators of one set.
-
-    Attributes:
-        set: the set, one of SETS.
-        operators: number of the operators.
-        t_us: their total duration without verification, in microseconds.
-        exposed_us: the verification time that is not hidden, in microseconds.
-    """
+class Share(NamedTuple):
+    """The operators of one set: their number, their total duration without verification, and the verification time that
+    is not hidden (microseconds)."""
 
     set: str
     operators: int
@@ -37,16 +29,8 @@ class Share:
     exposed_us: float
 
 
-@dataclass(frozen=True)
-class Filling:
-    """The windows of one kind.
-
-    Attributes:
-        kind: the kind, one of INTER or INTRA.
-        windows: number of the windows.
-        dur_us: their total duration, in microseconds.
-        used_us: verification time in them, in microseconds.
-    """
+class Filling(NamedTuple):
+    """The windows of one kind: their number, their total duration, and the verification time in them (microseconds)."""
 
     kind: str
     windows: int
@@ -209,8 +193,8 @@ def as_values(plan: Plan) -> dict[str, Any]:
     return {
         "predicted": _predicted_values(plan.predicted),
         "phases": [_predicted_values(each) for each in plan.phases],
-        "sets": {each.set: {**vars(each)} for each in shares(plan)},
-        "windows": {each.kind: {**vars(each)} for each in fillings(plan)},
+        "sets": {each.set: each._asdict() for each in shares(plan)},
+        "windows": {each.kind: each._asdict() for each in fillings(plan)},
         "agc_segments": len(plan.segments),
         "memory": {
             "budget": plan.trace.memory.budget,

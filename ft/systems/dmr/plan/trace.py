@@ -49,15 +49,10 @@ class Operator(Struct, frozen=True, omit_defaults=True):
     Attributes:
         id: id of the execution, unique in the trace.
         name: name of the operator, with overload.
-        phase: one of PHASES.
         start_us: start, in microseconds since the iteration began ("t0_us" in files).
         t_us: duration, in microseconds.
-        in_ids: ids of the tensors that it reads.
-        out_ids: ids of the tensors that it produces.
-        stage: pipeline stage, from 0.
-        microbatch: number of the microbatch, from 0.
+        stage: pipeline stage, from 0, as are microbatch and chunk (virtual stage).
         layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
-        chunk: model chunk (virtual stage) of the stage, from 0.
         compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
         defer_us: immediate cost of deferring its verification, in microseconds. The operator is not deferred if
             verifying it costs no more than this.
@@ -67,7 +62,6 @@ class Operator(Struct, frozen=True, omit_defaults=True):
         deterministic: True if two executions give the same bits; otherwise no comparison is meaningful.
         ac_segment: name of the activation-checkpointing segment that recomputes it, unique in the iteration; None:
             nothing recomputes it.
-        is_segment_last: True if it is the last operator of that segment.
         comm_tail: True if it ends in communication, so that executing it again would repeat costly communication.
     """
 
@@ -107,13 +101,8 @@ class Operator(Struct, frozen=True, omit_defaults=True):
 
 
 class Tensor(Struct, frozen=True, omit_defaults=True):
-    """One tensor.
-
-    Attributes:
-        id: id of the tensor, unique in the trace.
-        bytes: size, in bytes.
-        free_us: time at which training itself frees it; None if it outlives the iteration, as parameters do.
-    """
+    """One tensor. ``free_us``: time at which training itself frees it; None if it outlives the iteration, as parameters
+    do."""
 
     id: str
     bytes: Amount
@@ -121,16 +110,8 @@ class Tensor(Struct, frozen=True, omit_defaults=True):
 
 
 class Window(Struct, frozen=True):
-    """A time in which a stage computes nothing, so that operators can be verified.
-
-    Attributes:
-        id: id of the window, unique in the trace.
-        start_us: start, in microseconds since the iteration began ("t0_us" in files).
-        dur_us: duration, in microseconds.
-        kind: one of INTER or INTRA.
-        stage: pipeline stage.
-        dynamic: True if the duration differs from iteration to iteration.
-    """
+    """A time in which a stage computes nothing, so that operators can be verified: its start ("t0_us" in files) and
+    duration in microseconds. ``dynamic``: True if the duration differs from iteration to iteration."""
 
     id: str
     start_us: Amount = field(name="t0_us")
@@ -157,12 +138,8 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
 
 
 class Memory(Struct, frozen=True):
-    """Memory in use without DMR.
-
-    Attributes:
-        timeline: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time.
-        budget: bytes that a stage may use; None if unknown.
-    """
+    """Memory in use without DMR: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time,
+    and the bytes that a stage may use; None if unknown."""
 
     timeline: Mapping[int, tuple[tuple[float, float], ...]]
     budget: float | None = None
@@ -175,14 +152,13 @@ class Memory(Struct, frozen=True):
 class Trace(Struct, frozen=True):
     """One iteration of all stages that are planned together.
 
-    Args:
+    Attributes:
         fingerprint: the properties of the run, by the names of FINGERPRINT.
         ops: operators in order of their start on each stage. Activation recomputation is listed too, with phase
             "recompute".
-        tensors: all tensors that operators name, by id. A tensor that no operator writes was received by
-            communication: executing operators again cannot regenerate it, so it has to be kept.
+        tensors: all tensors that operators name, by id. A tensor that no operator writes was received by communication:
+            executing operators again cannot regenerate it, so it has to be kept.
         windows: idle times, in order of their start on each stage.
-        memory: memory in use without DMR.
         pipeline: the schedule, from which the duration of the whole iteration is simulated; None if stages do not wait
             for each other.
         early_stop: recomputation leaves out the last operator of a segment (torch's non-reentrant checkpoints do,
@@ -229,14 +205,8 @@ def deferred_set(window: Window) -> str:
 
 
 class Assignment(Struct, frozen=True, omit_defaults=True):
-    """How one operator is verified.
-
-    Args:
-        set: one of SETS.
-        window: for D_inter and D_intra: id of the window in which the operator is executed again; otherwise None.
-        agc_segment: for D_inter and D_intra: id of the AGC segment with which the operator is executed again; None if
-            it is executed again by itself.
-    """
+    """How one operator is verified. For D_inter and D_intra: the window in which it is executed again, and the AGC
+    segment with which it is; None if it is executed again by itself."""
 
     set: Literal[SETS]
     window: str | None = None
@@ -246,14 +216,11 @@ class Assignment(Struct, frozen=True, omit_defaults=True):
 class AgcSegment(Struct, frozen=True):
     """Operators of one transformer block that are executed again (replayed) as a whole from their boundary tensors.
 
-    Args:
-        id: id of the segment.
+    Attributes:
         ops: ids of the operators, in order of execution.
-        window: id of the window in which they are replayed.
         keeps: ids of the tensors that are kept until the replay.
         load_us: duration of the replay in microseconds, including comparisons and ``regenerated_us``.
-        regenerated_us: microseconds of the replay that are spent on recomputing inner activations that are not kept; 0
-            if they are kept.
+        regenerated_us: microseconds of the replay that are spent on recomputing inner activations that are not kept.
     """
 
     id: str
@@ -265,15 +232,9 @@ class AgcSegment(Struct, frozen=True):
 
 
 class Predicted(Struct, frozen=True):
-    """Predicted times of one iteration, in microseconds.
-
-    Attributes:
-        t_none: duration without DMR.
-        t_naive: duration with every operator executed again immediately.
-        t_plan: duration with the plan.
-        exposed_us: verification time outside of windows, which lengthens the iteration; summed over stages.
-        peak_bytes: largest memory use of any stage, in bytes.
-    """
+    """Predicted times of one iteration, in microseconds: without DMR, with every operator executed again immediately,
+    and with the plan; the verification time outside of windows, which lengthens the iteration, summed over stages; and
+    the largest memory use of any stage, in bytes."""
 
     t_none: Amount
     t_naive: Amount
@@ -299,13 +260,12 @@ class Predicted(Struct, frozen=True):
 class Plan(Struct, frozen=True):
     """The DMR plan of one iteration: its trace, with a way of verification for every operator.
 
-    Args:
+    Attributes:
         trace: the trace of the iteration; ``trace.memory.budget`` is the memory budget of the plan.
         assign: operator id -> how the operator is verified, for all operators.
         segments: AGC segments, by id.
         predicted: prediction for this plan, after the last planning phase.
-        phases: predictions after 0 to 3 planning phases, as many as were requested. With 0 phases all operators are
-            naive. Phase 1 adds set P, phase 2 adds AGC segments, phase 3 adds single operators in windows.
+        phases: predictions after 0 to 3 planning phases, as many as were requested.
     """
 
     trace: Trace

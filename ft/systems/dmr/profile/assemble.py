@@ -32,8 +32,8 @@ from ft.systems.dmr.plan.trace import (
 from ft.systems.dmr.profile.recorder import P2P, Event, ExecutedOperator, RecordedWait, StageRecord, Timed
 from ft.systems.dmr.runtime.cursor import OperatorCall, operator_id
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.operators import properties_of
-from ft.systems.dmr.runtime.queue import Replay, entry, verify
+from ft.systems.dmr.runtime.operators import call_of
+from ft.systems.dmr.runtime.queue import Execution, Replay, entry, verify
 from ft.systems.schedule.kinds import Pipeline, orders
 from ft.systems.schedule.program import Unit
 
@@ -43,13 +43,8 @@ _LARGE = 1 << 22
 
 @dataclass(frozen=True)
 class ComparisonCosts:
-    """Costs of verifying an operator, without its second execution.
-
-    Attributes:
-        fixed_us: cost of comparing results of any size, in microseconds.
-        us_per_byte: additional cost of comparing results, in microseconds per byte.
-        defer_us: cost of recording an operator for a deferred verification, in microseconds.
-    """
+    """Microseconds of verifying an operator, without its second execution: of comparing results of any size, in
+    addition for each byte, and of recording an operator for a deferred verification."""
 
     fixed_us: float
     us_per_byte: float
@@ -66,13 +61,13 @@ def measure(device: torch.device) -> ComparisonCosts:
     findings = Findings(device, 0)
     small, large = torch.ones(16, device=device), torch.ones(_LARGE // 4, device=device)
     func = torch.ops.aten.add.Tensor
-    at, kind = OperatorCall("add.Tensor", "forward", 0, 0, 0, 0), properties_of(func)
+    at, call = OperatorCall("add.Tensor", "forward", 0, 0, 0, 0), call_of(func, (small, small))
 
-    waiting = entry(at, kind, (func, (small, small), {}), func(small, small), None, 0)
+    waiting = entry(Execution(at, call, func(small, small), None), 0)
     alone = _median_us(lambda: func(small, small), device)
     fixed = max(_median_us(lambda: verify(waiting, findings), device) - alone, 0.0)
     replay = Replay(findings, _REPEATS + 1, 0)
-    aside = _median_us(lambda: replay.record(at, kind, (func, (small, small), {}), small, None), device)
+    aside = _median_us(lambda: replay.record(Execution(at, call, small, None)), device)
     findings.restart()
     return ComparisonCosts(fixed, _median_us(_comparison(large), device) / _LARGE, aside)
 
@@ -144,8 +139,6 @@ def assemble(
     Args:
         records: the records of all stages, in order.
         pipeline: the schedule of the run; its ``comm_us`` (duration of a message) is replaced by a measured one.
-        costs: costs of comparing results.
-        fingerprint: the properties of the run that a plan depends on (``ft.systems.dmr.plan.trace.FINGERPRINT``).
         budget: memory of a device in bytes; None if unknown.
         unstable: names of operators that are not reproducible.
 
@@ -182,10 +175,8 @@ def assemble(
 
 def blocks(record: StageRecord) -> list[Block]:
     """Return the events of a stage, divided into blocks: before the first unit, of each unit, and after the last unit.
-
     Events between two units belong to the earlier unit if a wait for another stage follows them, else to the later
-    unit.
-    """
+    unit."""
     found = [Block(None)]
     loose: list[int] = []
     for number, event in enumerate(record.notes.events):
@@ -227,14 +218,8 @@ def _comm_us(cut: Sequence[Sequence[Block]]) -> float:
 
 
 def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, begins: float) -> list[float]:
-    """Return the start times of all events of a stage, in microseconds since the iteration began.
-
-    Args:
-        record: the record of the stage.
-        found: the blocks of the stage.
-        timeline: the simulated schedule.
-        begins: start of the schedule, in microseconds since the iteration began.
-    """
+    """Return the start times of all events of a stage, in microseconds since the iteration began. ``begins``: start of
+    the schedule."""
     starts = [0.0] * len(record.notes.events)
     for block in found:
         if block.unit is not None:
@@ -262,14 +247,8 @@ def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, beg
 
 @dataclass
 class _Stage:
-    """Makes the part of the trace that belongs to one stage.
-
-    Attributes:
-        record: the record of the stage.
-        starts: start times of its events, in microseconds since the iteration began.
-        costs: costs of comparing results.
-        unstable: names of operators that are not reproducible.
-    """
+    """Makes the part of the trace that belongs to one stage. ``starts``: start times of its events, in microseconds
+    since the iteration began."""
 
     record: StageRecord
     starts: Sequence[float]

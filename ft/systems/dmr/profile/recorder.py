@@ -6,9 +6,9 @@ operator in memory until then. Durations are without the time of the profiler it
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.plan.trace import IN_UNITS, INTER
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in, written
+from ft.systems.dmr.runtime.operators import Call, call_of, is_counted, tensors_in, written
 
 P2P = INTER[0]
 
@@ -26,13 +26,10 @@ class ExecutedOperator:
     """An operator that has been executed. Tensors are identified by the number of their storage, so that all views of a
     storage have the same number.
 
-    Args:
-        at: operator and place in the iteration.
-        ins: storages that it read.
+    Attributes:
         outs: storages of its results, without storages that existed before.
         changes: storages that it wrote in place, and storages that a collective writes before the next operator.
-        rng: True if the operator draws from a random generator.
-        segment: number of the activation-checkpointing segment that it belongs to; None if it belongs to none.
+        segment: number of the activation-checkpointing segment that it belongs to.
     """
 
     at: OperatorCall
@@ -50,13 +47,8 @@ class ExecutedOperator:
 
 @dataclass(frozen=True, slots=True)
 class RecordedWait:
-    """A wait for other ranks.
-
-    Attributes:
-        kind: kind of the window, one of ``INTER`` and ``INTRA`` in ``ft.systems.dmr.plan.trace``.
-        number: number of the wait among the waits of this kind in the iteration, from 0.
-        dynamic: True if the duration differs in every iteration.
-    """
+    """A wait for other ranks, of a kind of window, with its number among the waits of this kind in the iteration, from
+    0. ``dynamic``: True if the duration differs in every iteration."""
 
     kind: str
     number: int
@@ -73,12 +65,8 @@ Event = ExecutedOperator | RecordedWait
 
 @dataclass(slots=True)
 class Memory:
-    """One storage: the block of memory that a tensor and its views share.
-
-    Attributes:
-        bytes: its size in bytes.
-        freed: number of the first event that began after the storage was freed; None if it outlived the iteration.
-    """
+    """One storage: the block of memory that a tensor and its views share. ``freed``: number of the first event that
+    began after the storage was freed; None if it outlived the iteration."""
 
     bytes: int
     freed: int | None = None
@@ -86,13 +74,8 @@ class Memory:
 
 @dataclass
 class IterationRecord:
-    """The full record of an iteration on one rank.
-
-    Attributes:
-        events: the events, in order.
-        memory: the storages, by number.
-        live: bytes in use after each event.
-    """
+    """The full record of an iteration on one rank: the events in order, the storages by number, and the bytes in use
+    after each event."""
 
     events: list[Event] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -101,12 +84,7 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class Timed:
-    """The times of one event.
-
-    Attributes:
-        gap_us: time between the previous event and this one, in microseconds.
-        us: duration of the event, in microseconds.
-    """
+    """Microseconds between the previous event and this one, and of the event itself."""
 
     gap_us: float
     us: float
@@ -114,44 +92,20 @@ class Timed:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The record of one pipeline stage, from which the profile is assembled.
-
-    Attributes:
-        stage: number of the stage.
-        notes: the full record of an iteration.
-        times: the times of ``notes.events``, in order.
-    """
+    """The record of one pipeline stage, from which the profile is assembled. ``times``: the times of ``notes.events``,
+    in order."""
 
     stage: int
     notes: IterationRecord
     times: tuple[Timed, ...]
 
 
-class Stopwatch(Protocol):
-    """Measures the durations of the events (operators and waits) of one iteration. Time between ``pause`` and ``go``
-    does not count."""
+class HostStopwatch:
+    """Measures the durations of the events (operators and waits) of one iteration by the host's clock, for CPUs, on
+    which an operator has been computed when its call returns. Time between ``pause`` and ``go`` does not count."""
 
     def restart(self) -> None:
         """Begin an iteration: forget all events, and start counting time."""
-
-    def pause(self) -> None: ...
-
-    def go(self) -> None: ...
-
-    def begin(self) -> None:
-        """Begin an event, and start counting time."""
-
-    def end(self) -> None:
-        """End the event, and stop counting time."""
-
-    def times(self) -> list[Timed]:
-        """Return the times of all events, in order."""
-
-
-class HostStopwatch:
-    """Stopwatch by the host's clock, for CPUs, on which an operator has been computed when its call returns."""
-
-    def restart(self) -> None:
         self._counted, self._events, self._last = 0.0, [], 0.0
         self._since = time.perf_counter()
 
@@ -162,59 +116,57 @@ class HostStopwatch:
         self._since = time.perf_counter()
 
     def begin(self) -> None:
+        """Begin an event, and start counting time."""
         self._began = self._counted
         self._since = time.perf_counter()
 
     def end(self) -> None:
+        """End the event, and stop counting time."""
         self.pause()
         self._events.append((self._began - self._last, self._counted - self._began))
         self._last = self._counted
 
     def times(self) -> list[Timed]:
+        """Return the times of all events, in order."""
         return [Timed(gap * 1e6, own * 1e6) for gap, own in self._events]
 
 
-class DeviceStopwatch:
+class DeviceStopwatch(HostStopwatch):
     """Stopwatch by CUDA events on the current stream. The time between two operators counts as zero, because it is time
     of the host, which runs ahead of a busy device."""
 
     def restart(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def pause(self) -> None:
-        pass
+    def pause(self) -> None: ...
 
-    def go(self) -> None:
-        pass
+    def go(self) -> None: ...
 
     def begin(self) -> None:
-        self._began = torch.cuda.Event(enable_timing=True)
-        self._began.record()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record()
 
     def end(self) -> None:
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        self._events.append((self._began, ended))
+        self._pairs.append((self._start, ended))
 
     def times(self) -> list[Timed]:
         torch.cuda.synchronize()
-        return [Timed(0.0, began.elapsed_time(ended) * 1e3) for began, ended in self._events]
+        return [Timed(0.0, began.elapsed_time(ended) * 1e3) for began, ended in self._pairs]
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
+def stopwatch(device: torch.device) -> HostStopwatch:
     """Return the stopwatch for operators of a device."""
     return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
 
 
 class Storages:
-    """The storages of one iteration.
+    """The storages of one iteration: the size of each and when it was freed, by number.
 
     Args:
         state: tensors that exist before the iteration and outlive it.
         in_use: returns the bytes in use on the device; None to add up the storages that were numbered.
-
-    Attributes:
-        memory: size of each storage and when it was freed, by number.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None):
@@ -276,22 +228,16 @@ class Recorder(TorchDispatchMode):
     Operators are counted as in ``ft.systems.dmr.runtime.mode.DoubleExecution``, the mode that verifies operators, so
     that an operator has the same id in the profile and in a run that follows a plan.
 
-    Args:
-        course: the position of this rank in the iteration.
-        watch: measures the durations.
-        storages: returns a new object that observes the memory of one iteration.
-
     Attributes:
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
         is_passing: True while operators belong to a call that runs verify as a whole; they are not recorded.
         counts: always empty; ``DoubleExecution`` counts verified operators here.
-        takes_notes: True if the next iteration is recorded in full.
         notes: record of the last iteration that was recorded in full.
         keys: keys of the events of the last iteration.
     """
 
-    def __init__(self, course: ExecutionCursor, watch: Stopwatch, storages: Callable[[], Storages]):
+    def __init__(self, course: ExecutionCursor, watch: HostStopwatch, storages: Callable[[], Storages]):
         super().__init__()
         self._course, self._watch, self._make_storages = course, watch, storages
         self.takes_notes = False
@@ -324,17 +270,16 @@ class Recorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        call = call_of(func, args, kwargs)
         if self.is_passing:
-            return func(*args, **kwargs)
+            return func(*args, **call.kwargs)
         self._watch.pause()
-        kind = properties_of(func)
-        if is_counted(kind, args, kwargs):
-            return self._execute(kind, func, args, kwargs)
-        if kind.communicates and self._storages is not None:
-            self._overwrites(tensors_in(written(kind, args, kwargs)))
+        if is_counted(call):
+            return self._execute(call)
+        if call.kind.communicates and self._storages is not None:
+            self._overwrites(tensors_in(written(call)))
         self._watch.go()
-        out = func(*args, **kwargs)
+        out = func(*args, **call.kwargs)
         self._watch.pause()
         if self._storages is not None:
             for tensor in tensors_in(out):
@@ -343,12 +288,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def waits(self, kind: str, *, dynamic: bool = False) -> None:
-        """Record that the rank begins to wait for other ranks. A wait within another wait is not recorded.
-
-        Args:
-            kind: kind of the window, one of ``INTER`` and ``INTRA`` in ``ft.systems.dmr.plan.trace``.
-            dynamic: True if the duration differs in every iteration.
-        """
+        """Record that the rank begins to wait for other ranks, in a window of a kind. A wait within another wait is not
+        recorded. ``dynamic``: True if the duration differs in every iteration."""
         if self._waiting is not None:
             return
         self._watch.pause()
@@ -369,15 +310,15 @@ class Recorder(TorchDispatchMode):
         self._note(event)
         self._watch.go()
 
-    def _execute(self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, call: Call) -> Any:
         _, index = self._course.count()
         self._begins()
         self._watch.begin()
-        out = func(*args, **kwargs)
+        out = call.func(*call.args, **call.kwargs)
         self._watch.end()
-        done = ExecutedOperator(self._course.at(kind.name, index))
+        done = ExecutedOperator(self._course.at(call.kind.name, index))
         if self._storages is not None:
-            self._describe(done, kind, args, kwargs, out)
+            self._describe(done, call, out)
         self._note(done)
         self._watch.go()
         return out
@@ -392,14 +333,12 @@ class Recorder(TorchDispatchMode):
             self.notes.events.append(event)
             self.notes.live.append(self._storages.in_use())
 
-    def _describe(
-        self, done: ExecutedOperator, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        done.ins = self._numbers(tensors_in((args, kwargs)))
-        done.changes = list(self._numbers(tensors_in(written(kind, args, kwargs))))
+    def _describe(self, done: ExecutedOperator, call: Call, out: Any) -> None:
+        done.ins = self._numbers(tensors_in((call.args, call.kwargs)))
+        done.changes = list(self._numbers(tensors_in(written(call))))
         before = len(self._storages.memory)
         done.outs = tuple(number for number in self._numbers(tensors_in(out)) if number >= before)
-        done.rng = kind.random
+        done.rng = call.kind.random
         if self.segment is not None:
             _, done.segment = self._segments.setdefault(id(self.segment), (self.segment, len(self._segments)))
         self._used.update(done.ins, done.outs)

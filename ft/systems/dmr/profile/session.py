@@ -7,7 +7,6 @@ iteration that is recorded in full, timed iterations, and then the profile.
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,17 +33,11 @@ EP = INTRA[1]
 
 
 class ProfilingEngine(Engine):
-    """An ``Engine`` that records operators and waits, and compares nothing.
-
-    Args:
-        course: the position of this rank in the iteration.
-        recorder: the torch dispatch mode that records operators and waits.
-        device: the device of the run.
-    """
+    """An ``Engine`` that records operators and waits, and compares nothing."""
 
     def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
         findings = Findings(device, 0)
-        super().__init__(course, findings, Queue(findings), recorder, _NoMessages())
+        super().__init__(course, findings, Queue(findings), recorder)
         self._recorder = recorder
 
     def window(self, kind: str) -> None:
@@ -69,45 +62,10 @@ class ProfilingEngine(Engine):
         """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
 
 
-class _NoMessages:
-    """Replacement of ``ft.systems.dmr.runtime.collectives.Messages`` that computes no digests."""
-
-    def restart(self, microbatches: int) -> None: ...
-
-    def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
-
-
 Result = TypeVar("Result")
 WARM_UP, TIMED = 2, 5
 ITERATIONS = WARM_UP + 1 + TIMED
 """Number of training steps after which the profile is complete and the run ends."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a profile is written and what it contains besides the measurements.
-
-    Args:
-        path: path of the profile.
-        fingerprint: the properties of the run that a plan depends on (``ft.systems.dmr.plan.trace.FINGERPRINT``).
-        pipeline: schedule of the run.
-        budget: memory of a device in bytes; None if unknown.
-        writes: True if this rank contributes the record of its pipeline stage.
-        unstable: names of operators that are not reproducible (``ft.systems.dmr.runtime.strategy``).
-    """
-
-    path: Path
-    fingerprint: Mapping[str, object]
-    pipeline: Pipeline
-    budget: float | None
-    writes: bool
-    unstable: frozenset[str] = frozenset()
 
 
 class Profiling:
@@ -115,17 +73,20 @@ class Profiling:
     ``ft.systems.dmr.runtime.protection.IterationVerifier``.
 
     Args:
-        engine: follows the iteration.
-        recorder: records operators, waits and memory of the iteration.
-        stage: pipeline stage of this rank.
-        target: where the profile is written.
-        end: called with a reason, ends the run after the current step. All ranks call it in the same step.
+        stage: pipeline stage of this rank; None: another rank records it.
+        write: assembles and writes the profile from the records of all stages, on rank 0.
+        end: ends the run after the current step. All ranks call it in the same step.
     """
 
     def __init__(
-        self, engine: ProfilingEngine, recorder: Recorder, stage: int, target: Target, end: Callable[[str], None]
+        self,
+        engine: ProfilingEngine,
+        recorder: Recorder,
+        stage: int | None,
+        write: Callable[[Sequence[StageRecord]], None],
+        end: Callable[[], None],
     ):
-        self._engine, self._recorder, self._stage, self._target, self._end = engine, recorder, stage, target, end
+        self._engine, self._recorder, self._stage, self._write, self._end = engine, recorder, stage, write, end
         self._done = 0
         self._timed: list[dict[tuple, Timed]] = []
 
@@ -137,11 +98,6 @@ class Profiling:
     def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
         """Run ``work``, a whole iteration, record it, and return its result. Collective in the last iteration, in which
         rank 0 collects and writes the profile.
-
-        Args:
-            step: number of the iteration.
-            microbatches: number of microbatches of the iteration.
-            work: runs the iteration.
 
         Raises:
             UserError: on rank 0: the file cannot be written, or the run cannot be planned.
@@ -156,28 +112,21 @@ class Profiling:
                 self._timed.append(self._recorder.times())
         self._done += 1
         if self._done == ITERATIONS:
-            self._write()
-            self._end(f"the profile is complete: {self._target.path}")
+            self._collect()
+            self._end()
         return result
 
-    def _write(self) -> None:
-        mine = StageRecord(self._stage, self._recorder.notes, self._medians()) if self._target.writes else None
+    def _collect(self) -> None:
+        mine = None if self._stage is None else StageRecord(self._stage, self._recorder.notes, self._medians())
         collected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, collected)
-        if collected is None:
-            return
-        records = sorted((each for each in collected if each is not None), key=lambda each: each.stage)
-        target = self._target
-        costs = measure(self._engine.findings.device)
-        rest = (target.fingerprint, target.budget, target.unstable)
-        write_trace(target.path, assemble(records, target.pipeline, costs, *rest))
+        if collected is not None:
+            self._write(sorted((each for each in collected if each is not None), key=lambda each: each.stage))
 
     def _medians(self) -> tuple[Timed, ...]:
         """Return the times of each event of the fully recorded iteration: the medians over the timed iterations.
-
         Experts get different numbers of tokens in each iteration, so that an event may occur in no timed iteration; its
-        times are then those of the recorded iteration.
-        """
+        times are then those of the recorded iteration."""
         noted, *timed = self._timed
         return tuple(
             _median([known[key] for known in timed if key in known] or [noted[key]])
@@ -187,11 +136,6 @@ class Profiling:
 
 def _median(times: Sequence[Timed]) -> Timed:
     return Timed(statistics.median(time.gap_us for time in times), statistics.median(time.us for time in times))
-
-
-def device_memory(device: torch.device) -> float | None:
-    """Return the memory of a device in bytes; None on a CPU, whose memory is shared with other processes."""
-    return float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def install(
@@ -208,29 +152,31 @@ def install(
 
     Args:
         path: file that rank 0 writes.
-        chunks: ``DistributedDataParallel`` model chunks.
-        optimizer: megatron-core's optimizer.
         microbatches: microbatches of an iteration, on each rank.
         fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``).
         unstable: a file of ``ft dmr selftest``, or None.
-        end: as in ``Profiling``.
+        end: ends the run after the current step, with a reason.
 
     Raises:
         UserError: the file ``unstable`` cannot be read.
     """
-    stage = parallel_state.get_pipeline_model_parallel_rank()
     device = next(chunks[0].parameters()).device
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
+    # The memory of a CPU is shared with other processes.
+    budget = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
     course = ExecutionCursor()
     recorder = Recorder(course, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
-    left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
-    target = Target(
-        path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _reports_for_stage(), left_out
-    )
-    profiling = Profiling(engine, recorder, stage, target, end)
+    left_out = () if unstable is None else read_unstable(unstable).operators
+    pipeline = _pipeline(chunks, microbatches)
+
+    def write(records: Sequence[StageRecord]) -> None:
+        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, budget, left_out))
+
+    stage = parallel_state.get_pipeline_model_parallel_rank() if _reports_for_stage() else None
+    profiling = Profiling(engine, recorder, stage, write, lambda: end(f"the profile is complete: {path}"))
     double_execution.listen(engine)
     return profiling
 

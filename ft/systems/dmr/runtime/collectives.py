@@ -45,12 +45,8 @@ _FP64 = 1e-12
 
 
 def block_sums(values: torch.Tensor, pieces: int) -> torch.Tensor:
-    """Return the sums of blocks, and the sums of magnitudes, as fp64 [2, pieces, blocks of a piece].
-
-    Args:
-        values: floating-point numbers, [any shape]; their number is a multiple of ``pieces``.
-        pieces: number of pieces of equal size, each of which begins with a new block.
-    """
+    """Return the sums of blocks, and the sums of magnitudes, as fp64 [2, pieces, blocks of a piece], of floating-point
+    numbers of any shape. Each of the ``pieces`` of equal size begins with a new block."""
     found = [_sums(blocks) for blocks in _in_blocks(values, pieces)]
     return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
@@ -80,12 +76,7 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class Sums:
-    """The sums of one rank in one process group and one iteration.
-
-    Args:
-        findings: receives the mismatches.
-        group: the process group.
-    """
+    """The sums of one rank in one process group and one iteration."""
 
     def __init__(self, findings: Findings, group: dist.ProcessGroup):
         self._findings, self._group = findings, group
@@ -102,7 +93,6 @@ class Sums:
         Args:
             part: the block sums of what this rank has put in.
             result: what it got out: all of it, or its piece in a reduce-scatter.
-            at: place of the reduction in the iteration.
             is_mean: whether the result is the mean of the parts, not their sum.
         """
         self._parts.append(part)
@@ -150,11 +140,7 @@ class Sums:
 
 
 class Reductions:
-    """Results of one rank in one iteration, by process group.
-
-    Args:
-        findings: receives the mismatches.
-    """
+    """Results of one rank in one iteration, by process group."""
 
     def __init__(self, findings: Findings):
         self._findings = findings
@@ -204,12 +190,8 @@ class Reductions:
 
 def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
     """Return, for each collective, whether the result of ``member`` is right: None if the majority of the group has the
-    same result, REDUCTION if the majority has another result, DISPUTED if there is no majority.
-
-    Args:
-        member: rank of the member in the group.
-        results: ``results[m][i]`` is the digest of the result of collective i on member m.
-    """
+    same result, REDUCTION if the majority has another result, DISPUTED if there is no majority. ``results[m][i]``:
+    digest of the result of collective i on member m."""
     found: list[str | None] = []
     for digests in zip(*results, strict=True):
         counts = Counter(map(tuple, digests))
@@ -229,11 +211,8 @@ class Begun:
     """A collective that has begun.
 
     Attributes:
-        kind: ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER or ALL_TO_ALL.
-        group: its process group.
         outputs: the tensors that receive the result, a rank's piece after the other's.
         source: what this rank puts in.
-        at: place in the iteration.
         part: block sums of ``source``, where sums are verified.
         is_mean: whether the result is the mean of the parts.
         sent: digests of the pieces of ``source``, int64 [members, 2], of an all-to-all.
@@ -252,12 +231,8 @@ class Begun:
 
 
 class Collectives:
-    """The collectives of one rank in one iteration.
-
-    Args:
-        findings: receives the mismatches.
-        falsify: corrupts the result of an all-reduce in fault-injection experiments; None otherwise.
-    """
+    """The collectives of one rank in one iteration. ``falsify`` corrupts the result of an all-reduce in fault-injection
+    experiments."""
 
     def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
         self._findings, self._falsify = findings, falsify
@@ -285,14 +260,9 @@ class Collectives:
         splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
         is_coalesced: bool = False,
     ) -> Begun:
-        """Note a collective that is about to begin.
+        """Note a collective that is about to begin; the arguments are those of :class:`Begun`, and these:
 
         Args:
-            kind: as in :class:`Begun`, like the next four.
-            group: the process group.
-            outputs: the tensors that receive the result.
-            source: what this rank puts in.
-            at: place in the iteration.
             op: operation of a reduction.
             splits: sizes of the pieces of the output and of ``source`` along the first dimension, of an all-to-all.
             is_coalesced: whether it begins later, together with others: ``end_in`` reports its end, otherwise ``end``.
@@ -385,20 +355,12 @@ class Collectives:
         return rows.table()
 
 
-_SENT_FORWARD, _RECEIVED_FORWARD, _SENT_BACKWARD, _RECEIVED_BACKWARD = range(4)
+SENT_FORWARD, RECEIVED_FORWARD, SENT_BACKWARD, RECEIVED_BACKWARD = range(4)
+"""Kinds of messages: activations, and gradients."""
 
 
 class Messages:
-    """Digests of the messages of one rank in one iteration.
-
-    Args:
-        findings: receives the mismatches.
-        group: process group of the pipeline.
-        chunks: number of model chunks of a rank.
-
-    Attributes:
-        stage: pipeline stage of this rank.
-    """
+    """Digests of the messages of one rank in one iteration. ``chunks``: number of model chunks of a rank."""
 
     def __init__(self, findings: Findings, group: dist.ProcessGroup, chunks: int):
         self._findings, self._group, self._chunks = findings, group, chunks
@@ -413,28 +375,21 @@ class Messages:
         self._ways: Sequence[Sequence[int]] = ()
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
-        """Note the routes of the microbatches in this iteration, where stages have one model chunk each.
-
-        Args:
-            ways: for each microbatch, the stages in the order in which it passes them.
-        """
+        """Note the routes of the microbatches in this iteration, where stages have one model chunk each: for each
+        microbatch, the stages in the order in which it passes them."""
         self._ways = ways
 
-    def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record the activations that a chunk has received for a microbatch."""
-        self._put(_RECEIVED_FORWARD, chunk, microbatch, tensors)
-
-    def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record the activations that a chunk sends for a microbatch."""
-        self._put(_SENT_FORWARD, chunk, microbatch, tensors)
-
-    def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record the gradients that a chunk has received for a microbatch."""
-        self._put(_RECEIVED_BACKWARD, chunk, microbatch, tensors)
-
-    def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record the gradients that a chunk sends for a microbatch."""
-        self._put(_SENT_BACKWARD, chunk, microbatch, tensors)
+    def record(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record what a chunk has received or sends for a microbatch. The digests of several tensors of one message are
+        combined into one."""
+        if self._stages == 1 or microbatch >= self._table.shape[2]:
+            return
+        row = self._table[kind, chunk, microbatch]
+        for number, tensor in enumerate(tensors):
+            one = row if not number else torch.empty_like(row)
+            self._write(tensor.detach(), self._findings.seed, one)
+            if number:
+                row.mul_(3).add_(one)  # not a plain sum, which would be the same for exchanged tensors
 
     def compare(self) -> None:
         """Compare the messages that this rank received with those that were sent. All ranks of the pipeline call it."""
@@ -465,28 +420,15 @@ class Messages:
     def _compare_with(
         self, tables: list[torch.Tensor], sender: int, chunk: int, microbatches: list[int], phase: str
     ) -> None:
-        """Compare the messages that ``chunk`` received for ``microbatches`` from global stage ``sender`` in ``phase``.
-
-        Beyond the ends of the pipeline there is no sender (-1), and nothing is compared.
-        """
+        """Compare the messages that ``chunk`` received for ``microbatches`` from global stage ``sender`` in ``phase``;
+        nothing beyond the ends of the pipeline, where there is no sender (-1)."""
         if sender < 0:
             return
         if phase == FORWARD:
-            name, sent, received = "recv_forward", _SENT_FORWARD, _RECEIVED_FORWARD
+            name, sent, received = "recv_forward", SENT_FORWARD, RECEIVED_FORWARD
         else:
-            name, sent, received = "recv_backward", _SENT_BACKWARD, _RECEIVED_BACKWARD
+            name, sent, received = "recv_backward", SENT_BACKWARD, RECEIVED_BACKWARD
         expected = tables[sender % self._stages][sent, sender // self._stages][microbatches]
         found = self._table[received, chunk][microbatches]
         places = [(OperatorCall(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in microbatches]
         self._findings.tables(places, expected, found)
-
-    def _put(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Store the digest of a message. The digests of several tensors of one message are combined into one."""
-        if self._stages == 1 or microbatch >= self._table.shape[2]:
-            return
-        row = self._table[kind, chunk, microbatch]
-        for number, tensor in enumerate(tensors):
-            one = row if not number else torch.empty_like(row)
-            self._write(tensor.detach(), self._findings.seed, one)
-            if number:
-                row.mul_(3).add_(one)  # not a plain sum, which would be the same for exchanged tensors

@@ -14,14 +14,8 @@ NO_LAYER = 0
 
 @dataclass(slots=True)
 class Unit:
-    """The operators of one phase of one microbatch on one model chunk of this rank.
-
-    Attributes:
-        phase: one of ``ft.systems.dmr.plan.trace.PHASES``.
-        chunk: number of the model chunk.
-        microbatch: number of the microbatch.
-        index: number of the next operator in the unit, from 0.
-    """
+    """The operators of one phase of one microbatch on one model chunk of this rank. ``index``: number of the next
+    operator in the unit, from 0."""
 
     phase: str
     chunk: int = 0
@@ -34,10 +28,6 @@ class OperatorCall:
     """Identity of one execution of an operator.
 
     Attributes:
-        operator: name of the operator.
-        phase: one of ``ft.systems.dmr.plan.trace.PHASES``.
-        chunk: number of the model chunk.
-        microbatch: number of the microbatch.
         layer: number of the transformer layer, from 1; 0 outside of all layers.
         index: number of the operator in its unit (phase, chunk, microbatch), from 0. A call that is verified as a whole
             has the number of the operator after it.
@@ -67,29 +57,15 @@ class OperatorCall:
 
 
 def operator_id(stage: int, phase: str, chunk: int, microbatch: int, index: int) -> str:
-    """Return the identifier of an operator in profiles and plans.
-
-    Args:
-        stage: pipeline stage, from 0.
-        phase: phase of the step.
-        chunk: model chunk of the stage, from 0.
-        microbatch: number of the microbatch, from 0.
-        index: number of the operator in this phase, chunk and microbatch.
-    """
+    """Return the identifier in profiles and plans of operator number ``index`` of a phase, chunk and microbatch of a
+    stage, all from 0."""
     return f"s{stage}.{phase}.{chunk}.{microbatch}.{index}"
 
 
 class ExecutionCursor:
-    """Follows a rank through the units of an iteration. The DMR engine calls it where units begin and end.
-
-    Operators outside of all forward and backward passes belong to one unit with phase BETWEEN, or to one with phase
-    OPTIMIZER from the optimizer step on.
-
-    Attributes:
-        unit: the current unit.
-        layer: number of the current transformer layer, or NO_LAYER.
-        executed: number of operators of this iteration so far.
-    """
+    """Follows a rank through the units of an iteration. The DMR engine calls it where units begin and end. Operators
+    outside of all forward and backward passes belong to one unit with phase BETWEEN, or to one with phase OPTIMIZER
+    from the optimizer step on. ``executed``: number of operators of this iteration so far."""
 
     def __init__(self):
         self.restart()

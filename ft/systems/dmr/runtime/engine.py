@@ -13,13 +13,21 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ft.systems.dmr.runtime import functions
-from ft.systems.dmr.runtime.collectives import Begun, Collectives, Messages
+from ft.systems.dmr.runtime.collectives import (
+    RECEIVED_BACKWARD,
+    RECEIVED_FORWARD,
+    SENT_BACKWARD,
+    SENT_FORWARD,
+    Begun,
+    Collectives,
+    Messages,
+)
 from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.mode import DoubleExecution
@@ -28,28 +36,13 @@ from ft.systems.dmr.runtime.operators import tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 
+if TYPE_CHECKING:
+    from ft.systems.dmr.runtime.injection import Falsifier
+
 _OPERATOR = re.compile(r"torch\.ops\.\w+\.(\w+)")
 _MOST_NAMED = 4
 _NAME = "name_for_dmr"
 """Attribute of a graph under which its name is kept."""
-
-
-def call(calls: OpaqueCalls, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
-    """Execute a compiled graph, and verify what it computes.
-
-    Args:
-        calls: executes and verifies the call.
-        graph: the graph, ``torch._inductor.output_code.CompiledFxGraph``.
-        run: executes it on a list of inputs, which it empties.
-        inputs: the inputs; emptied when the call returns, as without DMR.
-
-    Returns:
-        The results.
-    """
-    given = list(inputs)
-    inputs.clear()
-    executed = calls.call(name_of(graph), lambda: Executed(run(list(given))), lambda: {"inputs": given})
-    return executed.value
 
 
 def name_of(graph: Any) -> str:
@@ -69,12 +62,8 @@ class Engine:
     ``megatron.patches.double_execution``), and it calls the other parts of DMR.
 
     Args:
-        course: the position of this rank in the iteration.
-        findings: the mismatches found in this iteration.
-        queue: the deferred verifications.
-        mode: the torch dispatch mode that executes operators and has them verified.
-        messages: digests of the activations and gradients that cross pipeline stages.
-        wire: corrupts received tensors in fault-injection experiments; None otherwise.
+        messages: digests of the activations and gradients that cross pipeline stages; None: they are not compared.
+        falsifier: corrupts received tensors in fault-injection experiments.
 
     Attributes:
         is_active: True while an iteration is being protected.
@@ -86,12 +75,12 @@ class Engine:
         findings: Findings,
         queue: Queue,
         mode: DoubleExecution,
-        messages: Messages,
-        wire: Callable[[str, ExecutionCursor, Sequence[torch.Tensor]], None] | None = None,
+        messages: Messages | None = None,
+        falsifier: "Falsifier | None" = None,
     ):
         self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
-        self._messages, self._wire = messages, wire
-        self._collectives = Collectives(findings, None if wire is None else self._falsify_reduced)
+        self._messages, self._falsifier = messages, falsifier
+        self._collectives = Collectives(findings, None if falsifier is None else self._falsify_reduced)
         self._scripts = RecomputationSteps()
         self._opaque: OpaqueCalls | None = None
         self._of_core: tuple[str, ...] = ()
@@ -99,17 +88,14 @@ class Engine:
 
     @contextlib.contextmanager
     def iteration(self, microbatches: int, *, learns: bool = False) -> Iterator[None]:
-        """Return a context in which the operators of one iteration are verified.
-
-        Args:
-            microbatches: number of microbatches of the iteration.
-            learns: whether the iteration before was wrong on any rank; see :meth:`opaque.OpaqueCalls.restart`.
-        """
+        """Return a context in which the operators of one iteration are verified. ``learns``: whether the iteration
+        before was wrong on any rank; see :meth:`opaque.OpaqueCalls.restart`."""
         self.course.restart()
         self.findings.restart()
         self.queue.restart()
         self._collectives.restart()
-        self._messages.restart(microbatches)
+        if self._messages is not None:
+            self._messages.restart(microbatches)
         self.mode.restart()
         if self._opaque is not None:
             self._opaque.restart(learns=learns)
@@ -122,12 +108,8 @@ class Engine:
             self.is_active = False
 
     def watch_opaque_calls(self, calls: OpaqueCalls, of_core: tuple[str, ...] = ()) -> None:
-        """Have calls that bypass torch's dispatcher verified.
-
-        Args:
-            calls: verifies them.
-            of_core: how the names of such functions of megatron-core begin (:func:`functions.functions_of_core`).
-        """
+        """Have calls that bypass torch's dispatcher verified by ``calls``. ``of_core``: how the names of such functions
+        of megatron-core begin (:func:`functions.functions_of_core`)."""
         self._opaque, self._of_core = calls, of_core
 
     def before_update(self) -> None:
@@ -156,7 +138,8 @@ class Engine:
         self.queue.drain()
         active, self.is_active = self.is_active, False  # DMR's own collectives are not recorded
         try:
-            self._messages.compare()
+            if self._messages is not None:
+                self._messages.compare()
             self._collectives.compare()
         finally:
             self.is_active = active
@@ -169,11 +152,7 @@ class Engine:
 
     def share(self, exchange: Callable[[Any], Sequence[Any]]) -> None:
         """Agree with all ranks on what is known of the functions that are executed as a whole. All ranks have to call
-        it if ``has_news`` on any.
-
-        Args:
-            exchange: gives a value to all ranks, and returns those of all ranks.
-        """
+        it if ``has_news`` on any. ``exchange`` gives a value to all ranks, and returns those of all ranks."""
         if self._opaque is not None:
             self._opaque.share(exchange)
 
@@ -181,7 +160,8 @@ class Engine:
         """Forget what was compared so far and found equal on all ranks; the next ``flag`` covers the rest alone."""
         self.findings.passed()
         self._collectives.restart()
-        self._messages.restart(1)
+        if self._messages is not None:
+            self._messages.restart(1)
 
     def settle(self) -> list[Mismatch]:
         """Return the mismatches of this rank. If ``flag`` is 1 on any rank, all ranks have to call this method."""
@@ -225,7 +205,8 @@ class Engine:
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
         """Note for each microbatch of this iteration the stages in the order in which it passes them."""
-        self._messages.follow(ways)
+        if self._messages is not None:
+            self._messages.follow(ways)
 
     def forward_step(
         self,
@@ -238,20 +219,15 @@ class Engine:
         """Run ``step``, the forward pass of a microbatch of ``chunk``, and return its result.
 
         Args:
-            step: runs the forward pass.
-            chunk: number of the model chunk.
             inputs: what the chunk has received from the stage before; tensors may be nested.
             outputs_of: takes the result of ``step`` and returns what is sent to the next stage.
             number: number of the microbatch; None: the next one of the chunk.
         """
         microbatch = self.course.forward(chunk, number)
-        with self.unwatched():
-            self._falsify_received(tensors_in(inputs))
-            self._messages.forward_begins(chunk, microbatch, tensors_in(inputs))
+        self._received(RECEIVED_FORWARD, chunk, microbatch, inputs)
         result = step()
         made = outputs_of(result)
-        with self.unwatched():
-            self._messages.forward_ends(chunk, microbatch, tensors_in(made))
+        self._exchanged(SENT_FORWARD, chunk, microbatch, tensors_in(made))
         for tensor in tensors_in(made):
             self.course.made(tensor, chunk, microbatch)
         self.course.outside()
@@ -261,12 +237,9 @@ class Engine:
         """Run ``step``, the backward pass from ``output``, and return its result."""
         first = next(iter(tensors_in(output)), output)
         chunk, microbatch = self.course.backward(first)
-        with self.unwatched():
-            self._falsify_received(tensors_in(gradients))
-            self._messages.backward_begins(chunk, microbatch, tensors_in(gradients))
+        self._received(RECEIVED_BACKWARD, chunk, microbatch, gradients)
         result = step()
-        with self.unwatched():
-            self._messages.backward_ends(chunk, microbatch, tensors_in(result))
+        self._exchanged(SENT_BACKWARD, chunk, microbatch, tensors_in(result))
         self.course.outside()
         return result
 
@@ -333,10 +306,14 @@ class Engine:
                 self._collectives.end_in(tensors)
 
     def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
-        """Execute a graph that ``torch.compile`` has compiled, see ``megatron.patches.double_execution.Listener``."""
+        """Execute a compiled graph (``torch._inductor.output_code.CompiledFxGraph``), and verify what it computes.
+        ``run`` executes it on a list of inputs, which it empties; see ``double_execution.Listener``."""
         if self._opaque is None:
             return run(inputs)
-        return call(self._opaque, graph, run, inputs)
+        given = list(inputs)
+        inputs.clear()  # as without DMR
+        executed = self._opaque.call(name_of(graph), lambda: Executed(run(list(given))), lambda: {"inputs": given})
+        return executed.value
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Execute deferred verifications until ``is_over`` returns True. Called while communication is in flight whose
@@ -346,12 +323,20 @@ class Engine:
                 self.queue.window(self.mode.position)
                 self.queue.dynamic_window(is_over)
 
-    def _falsify_received(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._wire is not None and tensors:
-            self._wire("p2p", self.course, tensors)
+    def _received(self, kind: int, chunk: int, microbatch: int, payload: Any) -> None:
+        tensors = tensors_in(payload)
+        if self._falsifier is not None and tensors:
+            with self.unwatched():
+                self._falsifier.falsify(None, "p2p", self.course, tensors)
+        self._exchanged(kind, chunk, microbatch, tensors)
+
+    def _exchanged(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        if self._messages is not None:
+            with self.unwatched():
+                self._messages.record(kind, chunk, microbatch, tensors)
 
     def _falsify_reduced(self, tensor: torch.Tensor) -> None:
-        self._wire("all-reduce", self.course, [tensor])
+        self._falsifier.falsify(None, "all-reduce", self.course, [tensor])
 
     def _primary(self, segment: Segment, function: Callable, args: Sequence[Any]) -> Any:
         self.mode.segment, self.mode.again = segment, False

@@ -29,12 +29,10 @@ _ROWS = 128
 class Mismatch:
     """Two executions of one operator that differ, or a tensor that arrived differently from how it was sent.
 
-    Args:
-        at: identity of the execution: operator and place in the iteration.
+    Attributes:
         how: kind of the comparison: one of the constants above.
-        elements: number of differing elements; None where only digests were compared.
-        of: number of elements of the tensor; None where only digests were compared.
-        note: further explanation.
+        elements: number of differing elements; None, like ``of`` (elements of the tensor), where only digests were
+            compared.
     """
 
     at: OperatorCall
@@ -56,15 +54,7 @@ class Mismatch:
 
 
 class Rows:
-    """A growing table of digests on a device, one row of int64 [2] for each tensor that was added.
-
-    Args:
-        device: the device of the table.
-        seed: seed of the digests.
-
-    Attributes:
-        count: number of rows.
-    """
+    """A growing table of digests on a device, ``count`` rows of int64 [2], one for each tensor that was added."""
 
     def __init__(self, device: torch.device, seed: int):
         self._device, self._seed = device, seed
@@ -103,15 +93,8 @@ class Rows:
 
 
 class Findings:
-    """The mismatches of one rank in one iteration.
-
-    Args:
-        device: the device of the tensors that are compared.
-        seed: seed of the digests, the same on all ranks of the run.
-
-    Attributes:
-        unverified: number of operators that were compared with nothing.
-    """
+    """The mismatches of one rank in one iteration. The seed of the digests is the same on all ranks of the run.
+    ``unverified``: number of operators that were compared with nothing."""
 
     def __init__(self, device: torch.device, seed: int):
         self.device, self.seed = device, seed
@@ -140,14 +123,7 @@ class Findings:
         self._known.append(mismatch)
 
     def pair(self, at: OperatorCall, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        """Compare the results of two executions: bit by bit on a CPU, by digests on an accelerator.
-
-        Args:
-            at: identity of the execution.
-            how: kind of the comparison.
-            ours: results of the first execution.
-            theirs: results of the second execution.
-        """
+        """Compare the results of two executions: bit by bit on a CPU, by digests on an accelerator."""
         for a, b in zip(ours, theirs, strict=True):
             if a.device.type == "cpu":
                 if not same(a, b):

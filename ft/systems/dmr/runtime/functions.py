@@ -8,6 +8,7 @@ Kernels of Transformer Engine, flash-attention, Apex, DeepEP and Triton are call
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,22 +31,20 @@ class Context:
 
     It holds what the function stores in it; :meth:`hand_over` gives that to the real context. Saved tensors are taken
     from the real context once, because hooks that fetch them (from the host, for example) may work only once.
-
-    Args:
-        real: the real context.
-        phase: "forward" or "backward".
     """
 
-    def __init__(self, real: Any, phase: str):
-        self.__dict__["_ft"] = _Record(real, phase)
-        self.__dict__.update(self._ft.attributes)
+    def __init__(self, record: "_Record"):
+        self.__dict__["_ft"] = record
+        self.__dict__.update(record.attributes)
+
+    @classmethod
+    def of(cls, real: Any, phase: str) -> "Context":
+        """Return the context of the first execution of a phase, "forward" or "backward"."""
+        return cls(_Record(real, dict(real.__dict__), () if phase == FORWARD else real.saved_tensors))
 
     def again(self) -> "Context":
         """Return a context with the contents that the real one has had before the first execution."""
-        other = object.__new__(Context)
-        other.__dict__["_ft"] = self._ft.again()
-        other.__dict__.update(self._ft.attributes)
-        return other
+        return Context(_Record(self._ft.real, self._ft.attributes, self._ft.tensors))
 
     def roots(self) -> dict[str, Any]:
         """Return what a function can reach from the context."""
@@ -81,29 +80,22 @@ class Context:
             getattr(record.real, name)(*args)
 
 
+@dataclass
 class _Record:
     """What a context holds beside the function's own attributes.
 
     Attributes:
-        real: the real context.
-        attributes: its attributes before the execution.
+        attributes: attributes of the real context before the execution.
         tensors: the tensors that the forward pass has saved; empty in the forward pass.
         saved: what the function saves in this execution; None: nothing.
         calls: (method, arguments) of calls that the real context gets later.
     """
 
-    def __init__(self, real: Any, phase: str):
-        self.real, self.phase = real, phase
-        self.attributes = dict(real.__dict__)
-        self.tensors: Sequence[torch.Tensor | None] = () if phase == FORWARD else real.saved_tensors
-        self.saved: Sequence[torch.Tensor | None] | None = None
-        self.calls: list[tuple[str, tuple]] = []
-
-    def again(self) -> "_Record":
-        other = object.__new__(_Record)
-        other.real, other.phase, other.attributes, other.tensors = self.real, self.phase, self.attributes, self.tensors
-        other.saved, other.calls = None, []
-        return other
+    real: Any
+    attributes: dict[str, Any]
+    tensors: Sequence[torch.Tensor | None]
+    saved: Sequence[torch.Tensor | None] | None = None
+    calls: list[tuple[str, tuple]] = field(default_factory=list)
 
 
 _VISIBLE = ("torch", "megatron", "ft")
@@ -128,12 +120,8 @@ _watched_of_core: tuple[str, ...] = ()
 
 
 def watch(calls: OpaqueCalls, of_core: tuple[str, ...] = ()) -> None:
-    """Have all opaque functions call ``calls``, and no other object.
-
-    Args:
-        calls: executes and verifies the calls.
-        of_core: how the names of opaque functions of megatron-core begin (:func:`functions_of_core`).
-    """
+    """Have all opaque functions call ``calls``, and no other object. ``of_core``: how the names of opaque functions of
+    megatron-core begin (:func:`functions_of_core`)."""
     global _watcher, _watched_of_core
     _watcher, _watched_of_core = calls, of_core
     for kind in _subclasses(torch.autograd.Function):
@@ -149,11 +137,7 @@ def watch(calls: OpaqueCalls, of_core: tuple[str, ...] = ()) -> None:
 
 
 def functions_of_core(config: Any) -> tuple[str, ...]:
-    """Return how the names of those functions of megatron-core begin that call extensions or Triton kernels.
-
-    Args:
-        config: core's configuration of the model.
-    """
+    """Return how the names of those functions of megatron-core begin that call extensions or Triton kernels."""
     of_core = tuple(f"{module}." for module in FUNCTIONS_OF_CORE)
     fused = f"megatron.core.tensor_parallel.layers.{FUSED_GRADIENTS}"
     return (*of_core, fused) if config.gradient_accumulation_fusion else of_core
@@ -197,7 +181,7 @@ def _watched(real: Callable, name: str, phase: str, has_context: bool) -> Callab
         given = args[0] if has_context and args else None
         if given is None:
             return watcher.call(name, lambda: Executed(real(*args, **kwargs)), lambda: {"args": [*args, kwargs]}).value
-        rest, first = args[1:], Context(given, phase)
+        rest, first = args[1:], Context.of(given, phase)
 
         def run() -> Executed:
             context = first.again()

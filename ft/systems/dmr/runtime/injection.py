@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,22 +27,9 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Hit:
-    """One bit flip that has happened.
-
-    Args:
-        fault: number of the planned fault.
-        operator: name of the operator.
-        phase: phase of the iteration.
-        chunk: number of the model chunk.
-        microbatch: number of the microbatch.
-        layer: number of the layer; 0 outside of all layers.
-        execution: "primary" (first execution) or "checker" (second execution); None in a received tensor.
-        tensor: number of the tensor among the results of the operator.
-        element: number of the element in the tensor.
-        of: number of elements of the tensor.
-        bit: number of the bit, from 0 for the lowest.
-        dtype: data type of the tensor.
-    """
+    """One bit flip that has happened: bit number ``bit`` (0: the lowest) of element ``element`` of ``of`` of result
+    number ``tensor`` of an operator, in its "primary" (first) or "checker" (second) execution, or None: in a received
+    tensor."""
 
     fault: int
     operator: str
@@ -57,10 +44,6 @@ class Hit:
     bit: int
     dtype: str
 
-    def values(self) -> dict[str, Any]:
-        """Return the flip as JSON values."""
-        return asdict(self)
-
     def __str__(self) -> str:
         which = f"{self.execution} execution of {self.operator}" if self.execution else f"{self.operator} payload"
         where = f"layer {self.layer}" if self.layer else "outside the layers"
@@ -73,8 +56,6 @@ class _Armed:
     """An active fault.
 
     Attributes:
-        number: number of the planned fault.
-        flip: description of the fault.
         draw: random generator of the fault.
         seen: number of results so far that the fault may hit.
         stuck: (relative position in the tensor, number of the bit, value) of a stuck bit; None until they are drawn.
@@ -90,17 +71,19 @@ class _Armed:
 
 
 class Falsifier:
-    """The simulated faulty device of one rank (a ``mode.Disturbance``).
+    """The simulated faulty device of one rank.
 
     An active fault belongs to this process, because it belongs to the device: a fault that flips one bit once does not
     hit a repeated iteration again, and a worker that takes over this rank does not have the fault.
 
     Args:
         tell: called after each flip.
+        faults: faults of this rank, each of which becomes active at the first operator of its step.
+        step: returns the current step, from 1; needed with ``faults``.
     """
 
-    def __init__(self, tell: Callable[[Hit], None]):
-        self._tell = tell
+    def __init__(self, tell: Callable[[Hit], None], faults: Sequence[Fault] = (), step: Callable[[], int] = lambda: 0):
+        self._tell, self._coming, self._step = tell, list(faults), step
         self._armed: list[_Armed] = []
 
     def arm(self, number: int, flip: Flip) -> None:
@@ -110,14 +93,17 @@ class Falsifier:
     def falsify(
         self, execution: str | None, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Corrupt results of an operator before they are compared, see ``mode.Disturbance.falsify``."""
+        """Corrupt tensors before they are compared: results of an operator in a first or second execution (PRIMARY,
+        CHECKER), or, if ``execution`` is None, what was received by the kind of communication ``operator``."""
+        if self._coming:
+            step = self._step()
+            due = [fault for fault in self._coming if fault.step <= step]
+            self._coming = [fault for fault in self._coming if fault.step > step]
+            for fault in due:
+                self.arm(fault.number, fault.flip)
         for one in self._armed:
             if one.flip.fits(operator, course.unit.phase, execution):
                 self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
-
-    def payload(self, kind: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
-        """Corrupt tensors that were received from other ranks (the ``wire`` of ``engine.Engine``)."""
-        self.falsify(None, kind, course, tensors)
 
     def deferred(self, at: OperatorCall, tensors: Sequence[torch.Tensor]) -> None:
         """Corrupt the results of a deferred second execution. Stuck bits are not applied here: for them, ``falsify``
@@ -147,22 +133,8 @@ class Falsifier:
             self._armed = [other for other in self._armed if other is not one]
         number, tensor, element, bit = place
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._tell(
-            Hit(
-                fault=one.number,
-                operator=at.operator,
-                phase=at.phase,
-                chunk=at.chunk,
-                microbatch=at.microbatch,
-                layer=at.layer,
-                execution=execution,
-                tensor=number,
-                element=element,
-                of=tensor.numel(),
-                bit=bit,
-                dtype=dtype,
-            )
-        )
+        where = (one.number, at.operator, at.phase, at.chunk, at.microbatch, at.layer, execution)
+        self._tell(Hit(*where, number, element, tensor.numel(), bit, dtype))
 
 
 def bits_of(dtype: torch.dtype) -> int:
@@ -188,14 +160,7 @@ def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 
 def force_bit(tensor: torch.Tensor, element: int, bit: int, value: int) -> bool:
-    """Set a bit to ``value``; return whether that changed it.
-
-    Args:
-        tensor: the tensor, which is changed in place.
-        element: index of the element in the flattened tensor.
-        bit: number of the bit, 0 for the lowest.
-        value: 0 or 1.
-    """
+    """Set a bit of an element to ``value``; return whether that changed it."""
     word = word_at(tensor, element)
     mask = _mask(word.dtype, bit)
     is_set = bool((word & mask).item())
@@ -261,9 +226,8 @@ def make_falsifier(
         texts: the fault specifications of the trainer's flag.
         seed: seed for random choices that the specifications leave open.
         step: returns the current step, from 1.
-        session: the worker's session with ``ft run``, which activates the faults of ``ft run``; None without ``ft
-            run``.
-        environment: environment variables, from which the faults planned by ``ft run`` are read.
+        session: the worker's session with ``ft run``, which activates the faults that ``environment`` plans; None
+            without.
 
     Raises:
         UserError: a specification is not a bit flip at a step of a rank.
@@ -273,7 +237,7 @@ def make_falsifier(
     if not planned and not awaits_more:
         return None
     teller = FlipReporter(step, session)
-    falsifier = ScheduledFalsifier(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
+    falsifier = Falsifier(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
     if session is not None:
         session.faulty_device = falsifier.arm
     return falsifier
@@ -281,11 +245,6 @@ def make_falsifier(
 
 def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Fault]:
     """Return the faults of all ranks that the trainer's flag requests.
-
-    Args:
-        texts: the fault specifications.
-        world_size: number of ranks.
-        seed: seed for random choices that the specifications leave open.
 
     Raises:
         UserError: a specification is not a bit flip, has no step, or names a node or a replica.
@@ -301,23 +260,6 @@ def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Faul
             fix = "use ft run --inject for times, nodes and replicas"
             raise UserError(f"--ft-dmr-inject {spec.text!r}: give a step, and a rank if not any", fix)
     return schedule(specs, world_size, ["n0"], seed)
-
-
-class ScheduledFalsifier(Falsifier):
-    """A ``Falsifier`` that activates each of ``faults`` at the first operator of the fault's step."""
-
-    def __init__(self, tell: Callable[[Hit], None], faults: Sequence[Fault], step: Callable[[], int]):
-        super().__init__(tell)
-        self._coming, self._step = list(faults), step
-
-    def falsify(self, execution, operator, course: ExecutionCursor, tensors) -> None:
-        if self._coming:
-            step = self._step()
-            due = [fault for fault in self._coming if fault.step <= step]
-            self._coming = [fault for fault in self._coming if fault.step > step]
-            for fault in due:
-                self.arm(fault.number, fault.flip)
-        super().falsify(execution, operator, course, tensors)
 
 
 class FlipReporter:
@@ -336,4 +278,4 @@ class FlipReporter:
         text = f"injected fault {hit.fault}: step {step}, rank {dist.get_rank()}: {hit}{last}"
         print(text, file=sys.stderr, flush=True)
         if self._session is not None:
-            self._session.observe(events.BIT_FLIPPED, **{**hit.values(), "step": step})
+            self._session.observe(events.BIT_FLIPPED, **{**asdict(hit), "step": step})

@@ -5,16 +5,17 @@ activation checkpointing), D_inter or D_intra (deferred), or unchecked.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.plan.trace import NAIVE, PIGGYBACK
+from ft.systems.dmr.plan.trace import PIGGYBACK
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings, Rows
 from ft.systems.dmr.runtime.operators import (
-    OperatorProperties,
+    Call,
+    call_of,
     check_in_place,
     execute,
     execute_again,
@@ -22,44 +23,28 @@ from ft.systems.dmr.runtime.operators import (
     expected,
     is_counted,
     is_verified_by_inspection,
-    properties_of,
     results,
     state_before,
     tensors_in,
     written,
 )
-from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.queue import Execution, Queue
 from ft.systems.dmr.runtime.segments import Segment
-from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
+from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Decision, Strategy
+
+if TYPE_CHECKING:
+    from ft.systems.dmr.runtime.injection import Falsifier
 
 PRIMARY, CHECKER = "primary", "checker"
 """The first execution of an operator, whose results training uses, and the second execution, which verifies it."""
-
-
-class Disturbance(Protocol):
-    """An object that corrupts the results of operators, in fault-injection experiments."""
-
-    def falsify(self, execution: str, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
-        """Corrupt results before they are compared.
-
-        Args:
-            execution: PRIMARY or CHECKER.
-            operator: name of the operator.
-            course: the position of this rank in the iteration.
-            tensors: the results of this execution.
-        """
 
 
 class DoubleExecution(TorchDispatchMode):
     """Executes operators, has each of them verified as the strategy decides, and counts the operators by set.
 
     Args:
-        course: the position of this rank in the iteration.
-        strategy: decides how each operator is verified.
-        findings: receives the mismatches.
-        queue: the deferred verifications.
         stage: pipeline stage of this rank, which is part of operator ids.
-        disturbance: corrupts results in fault-injection experiments; None otherwise.
+        disturbance: corrupts results in fault-injection experiments.
 
     Attributes:
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
@@ -67,9 +52,8 @@ class DoubleExecution(TorchDispatchMode):
         is_passing: True while operators are executed once, because the call that they belong to is verified as a whole.
         sent: receives digests of what such a call sends to other ranks; None: nobody wants them.
         counts: number of verified operators, by set.
-        position: ordinal of the last executed operator that was found in the plan. It determines which deferred
-            verifications are due in a window. Operators that are not in the plan do not count, so that they do not
-            shift the windows.
+        position: ordinal of the last executed operator that was found in the plan, which determines what is due in a
+            window. Operators that are not in the plan do not count, so that they do not shift the windows.
     """
 
     def __init__(
@@ -79,7 +63,7 @@ class DoubleExecution(TorchDispatchMode):
         findings: Findings,
         queue: Queue,
         stage: int = 0,
-        disturbance: Disturbance | None = None,
+        disturbance: "Falsifier | None" = None,
     ):
         super().__init__()
         self._course, self._strategy, self._findings, self._queue = course, strategy, findings, queue
@@ -98,62 +82,56 @@ class DoubleExecution(TorchDispatchMode):
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Tell ``torch.compile`` to compile as it does without this mode; it falls back to plain operators otherwise.
-        What it has compiled is verified as a whole (:mod:`compiled`)."""
+        What it has compiled is verified as a whole (:mod:`engine`)."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        kind = properties_of(func)
+        call = call_of(func, args, kwargs)
+        kind = call.kind
         if self.is_passing:
             if kind.sent is not None and self.sent is not None:
                 with torch._C._DisableTorchDispatch():
                     for tensor in tensors_in(args[kind.sent]):
                         self.sent.add(tensor)
-            return execute_zeroed(func, args, kwargs)
-        out = self._execute(kind, func, args, kwargs)
+            return execute_zeroed(func, args, call.kwargs)
+        out = self._execute(call)
         if self.segment is not None and not kind.written and any(kind.fresh):
             is_new = kind.executes and all(kind.fresh)
-            self.segment.returned(tensors_in(out), () if is_new else tensors_in((args, kwargs)))
+            self.segment.returned(tensors_in(out), () if is_new else tensors_in((args, call.kwargs)))
         return out
 
-    def _execute(self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, call: Call) -> Any:
         """Execute an operator, have it verified, and return its result."""
-        if not is_counted(kind, args, kwargs):
-            if kind.written and self._queue:
-                self._queue.before_change(tensors_in(written(kind, args, kwargs)))
-            return execute(func, args, kwargs)
-        course = self._course
-        unit, index = course.count()
+        kind, func, args, kwargs = call
         if kind.written and self._queue:
-            self._queue.before_change(tensors_in(written(kind, args, kwargs)))
-        is_recomputed = self._is_recomputed(kind, args, kwargs)
-        decision = self._strategy.decide(unit, index, kind.name, is_recomputed)
+            self._queue.before_change(tensors_in(written(call)))
+        if not is_counted(call):
+            return execute(func, args, kwargs)
+        unit, index = self._course.count()
+        decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed(call))
         self.position = decision.ordinal or self.position
         if self.segment is not None:
             decision = self.segment.settle(decision, kind.name, again=self.again)
-        state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None
         self.count(decision.set)
-        if decision.set == NAIVE:
-            out = self._at_once(kind, func, args, kwargs, index)
-        elif decision.set == PIGGYBACK and self.again and self.segment.is_extra(kind.name):
-            out = self._at_once(kind, func, args, kwargs, index)
-            self.segment.again(course.at(kind.name, index), results(kind, args, kwargs, out))
+        if decision.set in DEFERRED and not kind.written:
+            return self._later(call, index, decision)
+        state = state_before(call) if self._queue.helpers and kind.random else None
+        if decision.set == PIGGYBACK and self.again and self.segment.is_extra(kind.name):
+            out = self._at_once(call, index)
+            self.segment.again(self._course.at(kind.name, index), results(call, out))
         elif decision.set == PIGGYBACK:
             out = execute(func, args, kwargs)
-            self._with_recomputation(kind, args, kwargs, out, index)
+            self._with_recomputation(call, out, index)
         elif decision.set == SKIPPED:
-            out = execute(func, args, kwargs)
             if self.segment is not None:
                 self.segment.unchecked()
-            return out
-        elif decision.set in DEFERRED and not kind.written:
-            return self._later(kind, func, args, kwargs, index, decision)
+            return execute(func, args, kwargs)
         else:
-            out = self._at_once(kind, func, args, kwargs, index)
+            out = self._at_once(call, index)
         if self._queue.helpers and not kind.written:
             name = operator_id(self._stage, unit.phase, unit.chunk, unit.microbatch, index)
             if name in self._queue.helpers:
-                self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, state)
+                self._queue.help(name, Execution(self._course.at(kind.name, index), call, out, state))
         return out
 
     def count(self, way: str) -> None:
@@ -170,71 +148,47 @@ class DoubleExecution(TorchDispatchMode):
         """Return the number of operators of this iteration that the plan does not contain at their place."""
         return sum(self._strategy.misfits.values()) - self._misfits_before
 
-    def _is_recomputed(self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _is_recomputed(self, call: Call) -> bool:
         """Return whether the next operator has a second, comparable execution in its segment."""
-        if self.segment is None or not self.segment.is_comparable or kind.changes_state:
+        if self.segment is None or not self.segment.is_comparable or call.kind.changes_state:
             return False
-        return not kind.written or self.segment.has_created(tensors_in(written(kind, args, kwargs)))
+        return not call.kind.written or self.segment.has_created(tensors_in(written(call)))
 
-    def _at_once(
-        self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int
-    ) -> Any:
-        if kind.written and not is_verified_by_inspection(kind, args, kwargs):
-            again = check_in_place(kind, func, args, kwargs)
-            out = execute(func, args, kwargs)
-            ours = results(kind, args, kwargs, out)
-            self.disturb(PRIMARY, kind.name, ours)
-        elif kind.written:
+    def _at_once(self, call: Call, index: int) -> Any:
+        kind, func, args, kwargs = call
+        if kind.written and is_verified_by_inspection(call):
             out = func(*args, **kwargs)
             self.disturb(PRIMARY, kind.name, [args[0]])
-            self._compare(kind, index, *([one] for one in expected(kind, args, kwargs)))
-            return out
+            ours, again = ([one] for one in expected(call))
         else:
-            state = state_before(kind, args, kwargs)
+            state = None if kind.written else state_before(call)
+            again = check_in_place(call) if kind.written else []
             out = execute(func, args, kwargs)
-            ours = tensors_in(out)
+            ours = results(call, out)
             self.disturb(PRIMARY, kind.name, ours)
-            again = tensors_in(execute_again(func, args, kwargs, state))
-        self.disturb(CHECKER, kind.name, again)
-        self._compare(kind, index, ours, again)
+            again = again if kind.written else tensors_in(execute_again(call, state))
+            self.disturb(CHECKER, kind.name, again)
+        self._compare(call, index, ours, again)
         return out
 
-    def _compare(
-        self, kind: OperatorProperties, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
-    ) -> None:
-        self._findings.pair(self._course.at(kind.name, index), AT_ONCE, ours, theirs)
+    def _compare(self, call: Call, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+        self._findings.pair(self._course.at(call.kind.name, index), AT_ONCE, ours, theirs)
 
-    def _with_recomputation(
-        self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any, index: int
-    ) -> None:
-        outs = results(kind, args, kwargs, out)
-        self.disturb(CHECKER if self.again else PRIMARY, kind.name, outs)
-        at = self._course.at(kind.name, index)
-        if self.again:
-            self.segment.again(at, outs)
-        else:
-            self.segment.primary(at, outs)
+    def _with_recomputation(self, call: Call, out: Any, index: int) -> None:
+        outs, at = results(call, out), self._course.at(call.kind.name, index)
+        self.disturb(CHECKER if self.again else PRIMARY, call.kind.name, outs)
+        (self.segment.again if self.again else self.segment.primary)(at, outs)
 
-    def _later(
-        self,
-        kind: OperatorProperties,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        index: int,
-        decision: Any,
-    ) -> Any:
-        state = state_before(kind, args, kwargs)
-        out = execute(func, args, kwargs)
+    def _later(self, call: Call, index: int, decision: Decision) -> Any:
+        state = state_before(call)
+        out = execute(call.func, call.args, call.kwargs)
         outs = tensors_in(out)
-        self.disturb(PRIMARY, kind.name, outs)
-        at = self._course.at(kind.name, index)
-        if not self._queue.put(at, kind, (func, args, kwargs), out, state, decision):
-            again = tensors_in(execute_again(func, args, kwargs, state))
-            self._compare(kind, index, outs, again)
+        self.disturb(PRIMARY, call.kind.name, outs)
+        if not self._queue.put(Execution(self._course.at(call.kind.name, index), call, out, state), decision):
+            self._compare(call, index, outs, tensors_in(execute_again(call, state)))
         return out
 
     def disturb(self, execution: str, operator: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the disturbance corrupt the results of an execution; see :meth:`Disturbance.falsify`."""
+        """Let the disturbance corrupt the results of an execution, PRIMARY or CHECKER, before they are compared."""
         if self._disturbance is not None:
             self._disturbance.falsify(execution, operator, self._course, tensors)

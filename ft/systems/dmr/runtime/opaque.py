@@ -20,9 +20,9 @@ memory that a call frees, flags and caches in Python objects.
 import functools
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -230,38 +230,27 @@ def _end(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Knowledge:
-    """What is known of a function.
+    """What is known of a function, on one rank or on all.
 
     Attributes:
         is_pure: whether it has never changed anything that it can reach.
         in_forward: paths of what it makes in the forward pass of each activation-checkpointing segment; None: it was
             not called there.
         keeps_more: whether it makes more than that in the recomputation, because gradients are recorded there.
-        is_recomputed: whether each recomputation has called the same function at the same place.
+        is_recomputed: whether each recomputation has called the same function at the same place; None: none yet.
     """
 
-    is_pure: bool
-    in_forward: frozenset[str] | None
-    keeps_more: bool
-    is_recomputed: bool
+    is_pure: bool = True
+    in_forward: frozenset[str] | None = None
+    keeps_more: bool = False
+    is_recomputed: bool | None = None
 
     @property
     def can_wait(self) -> bool:
         """Return whether the recomputation of a segment can be the second execution of the function."""
-        return self.is_pure and self.is_recomputed and self.in_forward is not None
-
-
-@dataclass(slots=True)
-class Notes:
-    """What one rank has seen of a function. ``changed``: paths of the tensors that it has ever changed; the other
-    attributes are those of :class:`Knowledge`."""
-
-    changed: set[str] = field(default_factory=set)
-    in_forward: frozenset[str] | None = None
-    keeps_more: bool = False
-    is_recomputed: bool | None = None
+        return self.is_pure and bool(self.is_recomputed) and self.in_forward is not None
 
     def made_in_forward(self, paths: Sequence[str]) -> None:
         """Note what a call in the forward pass of a segment has made."""
@@ -275,8 +264,15 @@ class Notes:
         """Note whether the recomputation has called the same function where the forward pass has called this one."""
         self.is_recomputed = self.is_recomputed is not False and is_same
 
-    def knowledge(self) -> Knowledge:
-        return Knowledge(not self.changed, self.in_forward, self.keeps_more, bool(self.is_recomputed))
+    def and_of(self, other: "Knowledge") -> "Knowledge":
+        """Return what holds on both of two ranks."""
+        paths = [known.in_forward for known in (self, other) if known.in_forward is not None]
+        return Knowledge(
+            self.is_pure and other.is_pure,
+            frozenset.intersection(*paths) if paths else None,
+            self.keeps_more or other.keeps_more,
+            self.is_recomputed and other.is_recomputed,
+        )
 
 
 def agree(told: Sequence[Mapping[str, Knowledge]]) -> dict[str, Knowledge]:
@@ -284,18 +280,8 @@ def agree(told: Sequence[Mapping[str, Knowledge]]) -> dict[str, Knowledge]:
     agreed: dict[str, Knowledge] = {}
     for of_rank in told:
         for name, one in of_rank.items():
-            agreed[name] = _both(agreed[name], one) if name in agreed else one
+            agreed[name] = agreed[name].and_of(one) if name in agreed else one
     return agreed
-
-
-def _both(one: Knowledge, other: Knowledge) -> Knowledge:
-    paths = [known.in_forward for known in (one, other) if known.in_forward is not None]
-    return Knowledge(
-        one.is_pure and other.is_pure,
-        frozenset.intersection(*paths) if paths else None,
-        one.keeps_more or other.keeps_more,
-        one.is_recomputed and other.is_recomputed,
-    )
 
 
 if TYPE_CHECKING:
@@ -310,13 +296,8 @@ OPAQUE = "opaque"
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """One execution of a call.
-
-    Attributes:
-        value: what it has returned.
-        kept: what it keeps besides, for the backward pass for example.
-        context: the context that it was executed with (:class:`context.Context`); None: it has none.
-    """
+    """One execution of a call: what it has returned, what it keeps besides (for the backward pass for example), and the
+    context that it was executed with (:class:`functions.Context`), if any."""
 
     value: Any
     kept: Any = None
@@ -331,7 +312,6 @@ class OpaqueCalls:
     If one does change, that is a mismatch: the iteration is repeated, and what is changed in it is learnt as well.
 
     Args:
-        engine: the engine of this rank.
         left_out: names of functions that are not reproducible; they are executed once.
         compares: False in a profile, where each call is executed once.
 
@@ -343,7 +323,8 @@ class OpaqueCalls:
         self._engine, self._left_out, self._compares = engine, frozenset(left_out), compares
         self.flags: list[type] = []
         self._is_inside = self._is_scratch = False
-        self._notes: dict[str, Notes] = {}
+        self._seen: dict[str, Knowledge] = defaultdict(Knowledge)
+        self._changed: dict[str, set[str]] = defaultdict(set)
         self._agreed: dict[str, Knowledge] = {}
         self._told: dict[str, Knowledge] = {}
         self._learns, self._learnt = False, set[str]()
@@ -361,39 +342,29 @@ class OpaqueCalls:
         self._is_inside = self._is_scratch = False
         self._number = 0
         self._afterwards.clear()
-        self._learns, self._learnt = learns, set() if learns else set(self._notes)
+        self._learns, self._learnt = learns, set() if learns else set(self._seen)
 
     @property
     def has_news(self) -> bool:
         """Return whether this rank has noted what it has not told the others yet."""
-        return self._knowledge() != self._told
+        return self._seen != self._told
 
     def share(self, exchange: Callable[[Any], Sequence[Any]]) -> None:
-        """Agree with all ranks on what is known. Collective.
-
-        Args:
-            exchange: gives a value to all ranks, and returns those of all ranks.
-        """
-        self._told = self._knowledge()
+        """Agree with all ranks on what is known. Collective. ``exchange`` gives a value to all ranks, and returns those
+        of all ranks."""
+        self._told = {name: replace(seen) for name, seen in self._seen.items()}
         self._agreed = agree(exchange(self._told))
-
-    def _knowledge(self) -> dict[str, Knowledge]:
-        return {name: notes.knowledge() for name, notes in self._notes.items()}
 
     def call(
         self, name: str, run: Callable[[], Executed], roots: Callable[[], Mapping[str, Any]], *, after: bool = False
     ) -> Executed | None:
-        """Execute a call, twice unless it belongs to another one that is.
+        """Execute a call, twice unless it belongs to another one that is. Return the execution that counts, None if
+        there is none.
 
         Args:
-            name: name of the function.
-            run: executes it.
-            roots: returns what it may read or change.
-            after: whether it changes lasting state after other calls. If it is called within one, it is executed
-                when that one is verified, and not at all in the execution that is for comparison only.
-
-        Returns:
-            The execution that counts; None if there is none.
+            roots: returns what the function may read or change.
+            after: whether it changes lasting state after other calls. If it is called within one, it is executed when
+                that one is verified, and not at all in the execution that is for comparison only.
         """
         if after and self._is_scratch:
             return None
@@ -430,7 +401,7 @@ class OpaqueCalls:
         at = replace(course.at(name, course.unit.index), call=self._number)
         with self._engine.unwatched():
             before = Reachable(roots)
-        call = _Call(at, run, before, self._notes.setdefault(name, Notes()), self._agreed.get(name))
+        call = _Call(at, run, before, self._seen[name], self._changed[name], self._agreed.get(name))
         if mode.segment is None:
             return self._twice(call).executed
         ours = (self._in_recomputation if mode.again else self._in_forward)(mode.segment, call)
@@ -453,7 +424,7 @@ class OpaqueCalls:
             ours = self._twice(call)
             if known is None or not known.is_recomputed:
                 segment.unchecked()
-        call.notes.made_in_forward(ours.made)
+        call.seen.made_in_forward(ours.made)
         return ours
 
     def _in_recomputation(self, segment: "Segment", call: "_Call") -> "_Seen":
@@ -462,7 +433,7 @@ class OpaqueCalls:
         name, mode, known = call.at.operator, self._engine.mode, call.known
         partner = segment.called()
         if partner is not None:
-            self._notes[partner].was_called_again(partner == name)
+            self._seen[partner].was_called_again(partner == name)
         has_waited = segment.settle(TWICE, name, again=True) is not TWICE
         if has_waited:
             segment.is_extra(name)  # whether this is the place in the recomputation at which the function is expected
@@ -478,13 +449,13 @@ class OpaqueCalls:
                 segment.again(call.at, _chosen(ours.made, known.in_forward), ours.sent)
         elif partner is not None and (known is None or not known.is_recomputed):
             segment.unchecked()
-        call.notes.made_again(ours.made)
+        call.seen.made_again(ours.made)
         return ours
 
     def _twice(self, call: "_Call") -> "_Seen":
         """Execute a call twice and compare; return the second execution."""
         engine, findings = self._engine, self._engine.findings
-        at, before, changed = call.at, call.before, call.notes.changed
+        at, before, changed = call.at, call.before, call.changed
         engine.mode.count(OPAQUE)
         learns = at.operator not in self._learnt
         with engine.unwatched():
@@ -517,15 +488,10 @@ class OpaqueCalls:
         return ours
 
     def _see(self, execution: str, call: "_Call", learnt_from: Mapping[str, torch.Tensor] | None = None) -> "_Seen":
-        """Execute a call once.
-
-        Args:
-            execution: PRIMARY or CHECKER.
-            call: the call.
-            learnt_from: not None: the effects of this execution do not count, so that its communication opens no
-                windows and is not recorded; what differs from these copies afterwards is what the call changes.
-        """
-        engine, mode, changed = self._engine, self._engine.mode, call.notes.changed
+        """Execute a call once, as PRIMARY or CHECKER. With ``learnt_from``, the effects of this execution do not count,
+        so that its communication opens no windows and is not recorded; what differs from these copies afterwards is
+        what the call changes."""
+        engine, mode, changed = self._engine, self._engine.mode, call.changed
         self._is_scratch, engine.is_active = learnt_from is not None, learnt_from is None
         mode.sent = sent = engine.findings.rows()
         try:
@@ -535,6 +501,7 @@ class OpaqueCalls:
         with engine.unwatched():
             before = call.before
             changed |= {path for path, copy in (learnt_from or {}).items() if not same(before.contents(path), copy)}
+            call.seen.is_pure = not changed
             made = Reachable({"result": (one.value, one.kept)}, known=before).tensors
             values = {path: tensor.detach() for path, tensor in made.items()}
             values |= {path: before.contents(path) for path in sorted(changed) if path in before.tensors}
@@ -550,20 +517,15 @@ class OpaqueCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that is to be verified.
-
-    Attributes:
-        at: its place in the iteration.
-        run: executes it.
-        before: what it can reach, as it is before.
-        notes: what this rank has seen of the function.
-        known: what all ranks have agreed on about the function; None: nothing yet.
-    """
+    """A call that is to be verified: its place in the iteration, what executes it, what it can reach as it is before,
+    what this rank has seen of the function and which tensors it has ever changed, by path, and what all ranks have
+    agreed on about it (None: nothing yet)."""
 
     at: "OperatorCall"
     run: Callable[[], Executed]
     before: Reachable
-    notes: Notes
+    seen: Knowledge
+    changed: set[str]
     known: Knowledge | None
 
 

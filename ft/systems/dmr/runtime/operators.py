@@ -14,7 +14,7 @@ allocated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -25,15 +25,8 @@ _NOT_EXECUTED = frozenset(
     for name in (
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_efficientzerotensor"),
         *("_unsafe_view", "_local_scalar_dense", "set_", "resize_", "resize_as_", "_pin_memory", "record_stream"),
-        *(
-            "_resize_output_",
-            "lift_fresh",
-            "lift",
-            "is_same_size",
-            "is_pinned",
-            "_assert_async",
-            "_has_same_storage_numel",
-        ),
+        *("_resize_output_", "lift_fresh", "lift", "is_same_size", "is_pinned", "_assert_async"),
+        "_has_same_storage_numel",
     )
 )
 """Operators that only allocate memory, return their input, or change a tensor's metadata and not its contents."""
@@ -67,11 +60,10 @@ class OperatorProperties:
         written: arguments that it changes in place, as (position, name); the position of a keyword-only argument is
             None.
         random: True if the operator draws from a random generator.
-        functional: for an in-place operator, the variant that returns a new tensor instead; None if there is none.
+        functional: for an in-place operator, the variant that returns a new tensor instead.
         copies: True if the operator may copy from one device to another; such a copy is not executed again.
         fresh: for each result, whether it is new, and not one of the written arguments nor a view.
-        sent: of an operator that communicates, position of the argument that it sends to other ranks; None: it sends
-            nothing.
+        sent: position of the argument that an operator sends to other ranks; None: it sends nothing.
         is_foreign: whether another package than torch implements it.
     """
 
@@ -129,11 +121,9 @@ def _derived(func: OpOverload) -> OperatorProperties:
 
 
 def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
-    """Return the arguments that a collective writes to, as in ``OperatorProperties.written``.
-
-    The schema of a collective does not mark them. An operator whose name ends in "_" writes to its first argument;
-    other operators write to none.
-    """
+    """Return the arguments that a collective writes to, as in ``OperatorProperties.written``. The schema of a
+    collective does not mark them. An operator whose name ends in "_" writes to its first argument; other operators
+    write to none."""
     return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
 
 
@@ -151,20 +141,27 @@ def _sent(schema: Any) -> int | None:
     return next((at for at, name in enumerate(names) if name.startswith("input") and not is_broadcast), None)
 
 
-def is_counted(kind: OperatorProperties, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether plans and profiles contain the operator: it computes, and can be executed again on this rank.
+class Call(NamedTuple):
+    """A call of an operator: its properties, the overload, and the arguments."""
 
-    Args:
-        kind: properties of the operator.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-    """
-    return kind.executes and not (kind.copies and _changes_device(args, kwargs))
+    kind: OperatorProperties
+    func: OpOverload
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
 
 
-def _changes_device(args: Any, kwargs: dict[str, Any]) -> bool:
-    devices = {tensor.device.type for tensor in tensors_in(args)}
-    asked = kwargs.get("device")
+def call_of(func: OpOverload, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Call:
+    return Call(properties_of(func), func, args, kwargs or {})
+
+
+def is_counted(call: Call) -> bool:
+    """Return whether plans and profiles contain the operator: it computes, and can be executed again on this rank."""
+    return call.kind.executes and not (call.kind.copies and _changes_device(call))
+
+
+def _changes_device(call: Call) -> bool:
+    devices = {tensor.device.type for tensor in tensors_in(call.args)}
+    asked = call.kwargs.get("device")
     if asked is not None:
         devices.add(torch.device(asked).type)
     return len(devices) > 1
@@ -261,19 +258,18 @@ def execute_zeroed(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _backend(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch._C.DispatchKeySet:
     tensor = next(iter(tensors_in((args, kwargs))), None)
-    device = kwargs.get("device") if tensor is None else tensor.device
-    kind = torch.device("cpu" if device is None else device).type
+    kind = (_device_of(args, kwargs) if tensor is None else tensor.device).type
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, kind.upper()))
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def results(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
+def results(call: Call, out: Any) -> list[torch.Tensor]:
     """Return the results of an execution: the tensors that it wrote to, and those that it returned besides."""
-    if not kind.written:
+    if not call.kind.written:
         return tensors_in(out)
-    return [*tensors_in(written(kind, args, kwargs)), *_made(kind, out)]
+    return [*tensors_in(written(call)), *_made(call.kind, out)]
 
 
 def _made(kind: OperatorProperties, out: Any) -> list[torch.Tensor]:
@@ -284,23 +280,22 @@ def _made(kind: OperatorProperties, out: Any) -> list[torch.Tensor]:
     return tensors_in([one for one, is_fresh in zip(each, kind.fresh, strict=True) if is_fresh])
 
 
-def written(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the operator changes in place; arguments that were not given are left out."""
-    found = []
-    for position, name in kind.written:
-        if name in kwargs:
-            found.append(kwargs[name])
-        elif position is not None and position < len(args):
-            found.append(args[position])
-    return found
+def written(call: Call) -> list[Any]:
+    """Return the arguments that the operator changes in place; None for each that was not given."""
+    args, kwargs = call.args, call.kwargs
+    return [
+        kwargs[name] if name in kwargs else args[position] if position is not None and position < len(args) else None
+        for position, name in call.kind.written
+    ]
 
 
-def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state: torch.Tensor | None) -> Any:
+def execute_again(call: Call, state: torch.Tensor | None) -> Any:
     """Execute the operator again and return its result. If ``state`` is given, set the random generator to it before,
     and restore the generator afterwards."""
+    _, func, args, kwargs = call
     if state is None:
         return execute(func, args, kwargs)
-    generator = generator_of(args, kwargs)
+    generator = _generator_of(args, kwargs)
     now = generator.get_state()
     generator.set_state(state)
     try:
@@ -312,25 +307,25 @@ def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state:
 _COPY, _ZERO = "copy_", "zero_"
 
 
-def is_verified_by_inspection(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def is_verified_by_inspection(call: Call) -> bool:
     """Return whether the result of the operator is known beforehand (``copy_``, ``zero_``), so that it can be verified
     by inspection, at half the cost of a second execution. A tensor that is copied onto itself, as by ``values[i] +=
     1``, is excepted, because it would be compared with itself."""
-    if kind.name != _COPY:
-        return kind.name == _ZERO
-    source = args[1] if len(args) > 1 else kwargs["src"]
-    return args[0].untyped_storage()._cdata != source.untyped_storage()._cdata
+    if call.kind.name != _COPY:
+        return call.kind.name == _ZERO
+    return call.args[0].untyped_storage()._cdata != _source(call).untyped_storage()._cdata
 
 
-def expected(
-    kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _source(copy: Call) -> torch.Tensor:
+    return copy.args[1] if len(copy.args) > 1 else copy.kwargs["src"]
+
+
+def expected(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (contents that a ``copy_`` or ``zero_`` has written, contents that it should have written), to be compared
     bit by bit. For ``zero_``, each is one bool: whether any bit is set."""
-    target = args[0]
-    if kind.name == _COPY:
-        source = args[1] if len(args) > 1 else kwargs["src"]
-        return target, source.to(target.dtype).expand(target.shape)
+    target = call.args[0]
+    if call.kind.name == _COPY:
+        return target, _source(call).to(target.dtype).expand(target.shape)
     flat = target if target.is_contiguous() else target.contiguous()
     size = next(
         n for n in (8, 4, 2, 1) if flat.nbytes % n == 0 and flat.storage_offset() * flat.element_size() % n == 0
@@ -338,31 +333,23 @@ def expected(
     return flat.reshape(-1).view(_INTEGERS[size]).any().bool(), torch.zeros((), dtype=torch.bool, device=target.device)
 
 
-def check_in_place(
-    kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
+def check_in_place(call: Call) -> list[torch.Tensor]:
     """Return what ``results`` will return for an in-place operator, computed in separate memory. Its arguments and the
     random generator stay unchanged."""
+    kind, func, args, kwargs = call
     target = args[0] if args else None
     if kind.functional is not None and _fits(target):
         again = tensors_in(kind.functional(*args, **kwargs))
         if all(a.dtype == b.dtype for a, b in zip(again, tensors_in(target), strict=True)):
             return again
-    copies = {name: _copy(value) for (_, name), value in zip(kind.written, _given(kind, args, kwargs), strict=True)}
+    copies = {name: _copy(value) for (_, name), value in zip(kind.written, written(call), strict=True)}
     others = list(args)
     for position, name in kind.written:
         if position is not None and position < len(others):
             others[position] = copies[name]
     named = {**kwargs, **{name: copy for name, copy in copies.items() if name in kwargs}}
-    out = execute_again(func, others, named, state_before(kind, args, kwargs))
+    out = execute_again(Call(kind, func, others, named), state_before(call))
     return [*tensors_in(list(copies.values())), *_made(kind, out)]
-
-
-def _given(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    return [
-        kwargs[name] if name in kwargs else args[position] if position is not None and position < len(args) else None
-        for position, name in kind.written
-    ]
 
 
 def _fits(target: Any) -> bool:
@@ -380,20 +367,25 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def state_before(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def state_before(call: Call) -> torch.Tensor | None:
     """Return the state of the generator that the operator will draw from; None if it draws nothing."""
-    return generator_of(args, kwargs).get_state() if kind.random else None
+    return _generator_of(call.args, call.kwargs).get_state() if call.kind.random else None
 
 
-def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
+def _generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
     """Return the generator that is given as an argument, else the default generator of the operator's device."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
             return value
-    device = kwargs.get("device")
-    if device is None:
-        device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
-    device = torch.device("cpu" if device is None else device)
+    device = _device_of(args, kwargs)
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Return the device that an operator with these arguments is executed on."""
+    device = kwargs.get("device")
+    if device is None:
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), "cpu")
+    return torch.device(device)

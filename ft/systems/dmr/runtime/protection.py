@@ -8,7 +8,6 @@ of the run if there is one; so is a fall of the share of operators that are veri
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,36 +31,24 @@ _TOLERANCE = PARTS // 1000
 
 
 def missing(counts: Mapping[str, int]) -> int:
-    """Return the share of the executed operators that nothing verifies, in millionths.
-
-    Args:
-        counts: way of verification -> number of operators (``engine.Engine.coverage``).
-    """
+    """Return the share of the executed operators that nothing verifies, in millionths. ``counts``: way of verification
+    -> number of operators (``engine.Engine.coverage``)."""
     executed = sum(counts.get(name, 0) for name in (*SETS, OPAQUE))
     left_out = counts.get(UNCHECKED, 0) + counts.get(UNVERIFIED, 0)
     return min(PARTS, round(PARTS * left_out / executed)) if executed else 0
 
 
 class Coverage:
-    """The coverage of steps, one after the other.
-
-    Attributes:
-        share: share of the last step's operators that were verified, on the rank with the least; 1.0 before the first.
-    """
+    """The coverage of steps, one after the other. ``share``: share of the last step's operators that were verified, on
+    the rank with the least; 1.0 before the first."""
 
     def __init__(self) -> None:
         self.share = 1.0
         self._told: float | None = None
 
     def note(self, missing: int) -> float | None:
-        """Note the coverage of a step.
-
-        Args:
-            missing: millionths of the operators that nothing verifies, on the rank with the most.
-
-        Returns:
-            The coverage that was usual before if this one is lower, otherwise None. A fall is told once.
-        """
+        """Note the millionths of a step's operators that nothing verifies, on the rank with the most. Return the
+        coverage that was usual before if this one is lower, otherwise None. A fall is told once."""
         self.share = 1.0 - missing / PARTS
         before, has_moved = self._told, self._told is None or abs(self.share - self._told) * PARTS >= _TOLERANCE
         if has_moved:
@@ -90,12 +77,8 @@ class InterruptedStepError(RecoverableError):
 
 
 class _WrongSoFar(FtError):
-    """What was computed before the gradients leave this world is wrong.
-
-    Args:
-        reports: the mismatches of all ranks.
-        earlier: logical rank -> its wrong attempts in earlier iterations.
-    """
+    """What was computed before the gradients leave this world is wrong. ``earlier``: logical rank -> its wrong attempts
+    in earlier iterations."""
 
     def __init__(self, reports: Reports, earlier: dict[int, suspects.Wrong]):
         self.reports, self.earlier = reports, earlier
@@ -110,15 +93,11 @@ class IterationVerifier:
     """Runs the iterations of one rank with DMR, and repeats an iteration that was computed wrongly.
 
     Args:
-        engine: executes the operators of an iteration twice and compares the results.
         undo: keeps a copy of the state before an iteration, and restores it.
-        witness: reports the findings.
         limits: number of wrong attempts from which on a fault counts as permanent.
         strategy: name of the strategy by which operators are verified.
 
     Attributes:
-        engine: as above.
-        undo: as above.
         coverage: of the last iteration, on the rank with the least.
     """
 
@@ -132,7 +111,6 @@ class IterationVerifier:
 
     def verify(self) -> None:
         """Verify everything that the ranks of this world have computed so far, before other worlds get its gradients.
-
         All ranks have to call it. Outside of an iteration it does nothing.
 
         Raises:
@@ -154,15 +132,8 @@ class IterationVerifier:
             self.undo.wait()
 
     def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
-        """Run ``work``, a whole iteration, until it has been computed correctly. All ranks have to call it.
-
-        Args:
-            step: number of the iteration.
-            microbatches: number of microbatches of the iteration.
-            work: runs the iteration once.
-
-        Returns:
-            The result of the correct attempt.
+        """Run ``work``, a whole iteration, until it has been computed correctly, and return the result of the correct
+        attempt. All ranks have to call it.
 
         Raises:
             SuspectError: on a rank that is at fault, if a standby can replace it.
@@ -197,12 +168,9 @@ class IterationVerifier:
                 raise StepUndone(f"step {step} was computed wrongly after its gradients were sent")
 
     def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
-        """Run ``work`` once.
-
-        A corrupted index or size may raise an exception before the corrupted operator is verified. If that is likely,
-        raise a recoverable error, so that hot-swap recovery repeats the step with the same workers and replaces a
-        worker only if the error persists.
-        """
+        """Run ``work`` once. A corrupted index or size may raise an exception before the corrupted operator is
+        verified. If that is likely, raise a recoverable error, so that hot-swap recovery repeats the step with the same
+        workers and replaces a worker only if the error persists."""
         try:
             return work()
         except FtError:
@@ -282,37 +250,22 @@ if TYPE_CHECKING:
 _MOST_EVENTS, _MOST_LINES = 20, 3
 
 
-@dataclass(frozen=True)
-class HostAndDevice:
-    """The host and device on which a rank computes; the device with its index among all of the host, so that runs with
-    other CUDA_VISIBLE_DEVICES give the same device the same name."""
-
-    host: str
-    device: str
-
-    @staticmethod
-    def here() -> "HostAndDevice":
-        if torch.cuda.is_available():
-            number = torch.cuda.current_device()
-            name = f"cuda:{devices.on_node(number)} ({torch.cuda.get_device_name(number)})"
-            return HostAndDevice(socket.gethostname(), name)
-        return HostAndDevice(socket.gethostname(), "cpu")
+def _origin() -> tuple[str, str]:
+    """Return the host and the device on which this rank computes; the device with its index among all of the host, so
+    that runs with other CUDA_VISIBLE_DEVICES give the same device the same name."""
+    if torch.cuda.is_available():
+        number = torch.cuda.current_device()
+        return socket.gethostname(), f"cuda:{devices.on_node(number)} ({torch.cuda.get_device_name(number)})"
+    return socket.gethostname(), "cpu"
 
 
 class FindingReporter:
-    """Reports the findings of one rank on the terminal and, in a run with hot-swap, as events.
-
-    Args:
-        session: the worker's session with ``ft run``, by which events are recorded and standbys can replace ranks; None
-            without hot-swap.
-
-    Attributes:
-        can_evict: whether a standby (a warm worker that holds no rank) may replace a rank at fault.
-    """
+    """Reports the findings of one rank on the terminal and, in a run with hot-swap, as events of its ``session``.
+    ``can_evict``: whether a standby may replace a rank at fault."""
 
     def __init__(self, session: "Session | None" = None):
         self._session = session
-        self._origin = HostAndDevice.here()
+        self._host, self._device = _origin()
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
@@ -320,13 +273,13 @@ class FindingReporter:
         Called on all ranks: each reports its own mismatches, rank 0 also the decision."""
         rank = dist.get_rank()
         own = reports.get(rank, ())
-        where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
+        where = f"rank {rank} on {self._host}, {self._device}"
         for one in own[:_MOST_LINES]:
             _say(f"DMR: step {step}, {where}: {one}")
         if len(own) > _MOST_LINES:
             _say(f"DMR: step {step}, {where}: and {len(own) - _MOST_LINES} more")
         for one in own[:_MOST_EVENTS]:
-            values = {**one.values(), "host": self._origin.host, "device": self._origin.device}
+            values = {**one.values(), "host": self._host, "device": self._device}
             self._observe(events.DMR_MISMATCH, step=step, attempt=attempt, **values)
         if rank == 0:
             _say(_blame(outcome) if outcome.action == EVICT else f"DMR: step {step}: {outcome.reason}")
@@ -342,27 +295,15 @@ class FindingReporter:
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
         """Print (rank 0) and record (every rank) how the operators of the first iteration that this process finishes
-        were verified.
-
-        Args:
-            step: the iteration.
-            strategy: name of the strategy.
-            counts: way of verification -> number of operators.
-        """
+        were verified. ``counts``: way of verification -> number of operators."""
         if dist.get_rank() == 0:
             counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             print(f"DMR ({strategy}): operators of rank 0 in step {step}: {counted}", flush=True)
         self._observe(events.DMR_COVERED, step=step, strategy=strategy, counts=dict(counts))
 
     def coverage_fell(self, step: int, before: float, now: float, counts: Mapping[str, int]) -> None:
-        """Report that a smaller share of the operators is verified than in the steps before. Only rank 0 reports.
-
-        Args:
-            step: the iteration.
-            before: share of the operators that was verified before, on the rank with the least.
-            now: the same of this iteration.
-            counts: of this rank, as for ``covered``.
-        """
+        """Report that a smaller share of the operators (``now``) is verified than in the steps before, on the rank with
+        the least. Only rank 0 reports; ``counts`` are its own, as for ``covered``."""
         if dist.get_rank() == 0:
             ways = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             _say(

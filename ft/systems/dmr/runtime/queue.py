@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ft.systems.dmr.plan import online
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
-from ft.systems.dmr.runtime.operators import OperatorProperties, execute_again, results, tensors_in
+from ft.systems.dmr.runtime.operators import Call, execute_again, results, tensors_in
 from ft.systems.dmr.runtime.strategy import Decision, Segment
 
 
@@ -65,17 +65,20 @@ _LEAST = 0.01
 """Least such average: events are too coarse for shorter times."""
 
 
-class Spent(Protocol):
-    """Tells what still fits into a window."""
+class HostTime:
+    """Tells what still fits into a window on CPUs, on which an operator has been computed when its call returns: the
+    host's clock counts."""
 
     def restart(self) -> None:
         """Begin an iteration."""
 
     def opens(self, lasts_us: float) -> None:
         """Note that a window has opened. ``lasts_us``: its expected duration in microseconds; infinite: not known."""
+        self._lasts, self._began = lasts_us, time.perf_counter()
 
     def room(self) -> float:
         """Return how long an operator may take, according to the plan, that still fits, in microseconds."""
+        return self._lasts - (time.perf_counter() - self._began) * 1e6
 
     def launches(self, us: float) -> None:
         """Note that an operator is about to be launched, which takes ``us`` microseconds according to the plan."""
@@ -84,30 +87,11 @@ class Spent(Protocol):
         """End the window: no further operator is executed again in it."""
 
 
-class HostTime:
-    """For CPUs, on which an operator has been computed when its call returns: the host's clock counts."""
-
-    def restart(self) -> None: ...
-
-    def opens(self, lasts_us: float) -> None:
-        self._lasts, self._began = lasts_us, time.perf_counter()
-
-    def room(self) -> float:
-        return self._lasts - (time.perf_counter() - self._began) * 1e6
-
-    def launches(self, us: float) -> None: ...
-
-    def closes(self) -> None: ...
-
-
-class DeviceTime:
+class DeviceTime(HostTime):
     """For accelerators: the planned times of what was launched count, corrected by what earlier windows have taken.
 
     Events around the operators of each window are read in a later iteration, when the device has passed them. Into a
-    window whose duration is not known nothing is launched.
-
-    Args:
-        event: makes an event that can be timed.
+    window whose duration is not known nothing is launched. ``event`` makes an event that can be timed.
     """
 
     def __init__(self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)):
@@ -142,7 +126,7 @@ class DeviceTime:
             self._unread.append((self._began, ended, self._planned))
 
 
-def spent_on(device: torch.device) -> Spent:
+def spent_on(device: torch.device) -> HostTime:
     """Return the counter for operators of a device."""
     return DeviceTime() if device.type == "cuda" else HostTime()
 
@@ -151,64 +135,49 @@ NEVER = 1 << 62
 """A ``due`` value that is greater than the number of any operator."""
 
 
+class Execution(NamedTuple):
+    """One execution of an operator that does not write in place.
+
+    Attributes:
+        at: operator and place in the iteration.
+        out: the result.
+        state: state of the random generator before the execution; None if it draws no random numbers.
+    """
+
+    at: OperatorCall
+    call: Call
+    out: Any
+    state: torch.Tensor | None
+
+
 @dataclass(slots=True)
 class Entry:
     """One operator whose verification is deferred.
 
-    Args:
-        at: identity of the execution: operator and place in the iteration.
-        kind: properties of the operator.
-        func: the operator overload, which is called again.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        outs: its results.
+    Attributes:
+        done: the execution, with handles of its arguments, and with its results as a list.
         versions: version counters of its tensors at the time of its execution.
         storages: address -> size in bytes of the storages of its tensors.
-        state: state of the random generator before its execution; None if it draws no random numbers.
         due: number of planned operators that precede its window; negative for a dynamic window, one whose duration
             differs in every iteration.
         stream: CUDA stream of its execution; None on a CPU.
     """
 
-    at: OperatorCall
-    kind: OperatorProperties
-    func: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    outs: list[torch.Tensor]
+    done: Execution
     versions: list[int]
     storages: dict[int, int]
-    state: torch.Tensor | None
     due: int
     stream: "torch.cuda.Stream | None"
 
 
-def entry(
-    at: OperatorCall,
-    kind: OperatorProperties,
-    call: tuple[Any, Sequence[Any], dict[str, Any]],
-    out: Any,
-    state: torch.Tensor | None,
-    due: int,
-) -> Entry:
-    """Return the entry of an operator that has just been executed. The operator must not write in place.
-
-    Args:
-        at: identity of the execution.
-        kind: properties of the operator.
-        call: function, positional arguments and keyword arguments.
-        out: the result.
-        state: state of the random generator before the execution; None if it draws no random numbers.
-        due: see ``Entry``.
-    """
-    func, args, kwargs = call
-    kept_args, kept_kwargs = _handles(args), _handles(kwargs)
-    outs = [tensor.detach() for tensor in tensors_in(out)]
-    kept = tensors_in((kept_args, kept_kwargs, outs))
+def entry(done: Execution, due: int) -> Entry:
+    """Return the entry of an operator that has just been executed."""
+    call = done.call._replace(args=_handles(done.call.args), kwargs=_handles(done.call.kwargs))
+    outs = [tensor.detach() for tensor in tensors_in(done.out)]
+    kept = tensors_in((call.args, call.kwargs, outs))
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
-    versions = [tensor._version for tensor in kept]
-    stream = current(kept)
-    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, stream)
+    kept_done = done._replace(call=call, out=outs)
+    return Entry(kept_done, [tensor._version for tensor in kept], storages, due, current(kept))
 
 
 def _handles(value: Any) -> Any:
@@ -226,10 +195,8 @@ class Waiting:
 
     Args:
         verify: executes the operator of an entry again and compares the results.
-        lasting: addresses of storages that are never freed (parameters); these do not count as kept memory.
-
-    Attributes:
-        nbytes: memory that the entries keep now, in bytes.
+        lasting: addresses of storages that are never freed (parameters); these do not count in ``nbytes``, the memory
+            that the entries keep now.
     """
 
     def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
@@ -297,29 +264,21 @@ Disturb = Callable[[OperatorCall, Sequence[torch.Tensor]], None]
 def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> None:
     """Execute the operator of ``one`` again and compare the results. If its tensors have been changed in the meantime,
     note a mismatch instead."""
-    versions = [tensor._version for tensor in tensors_in((one.args, one.kwargs, one.outs))]
+    at, call, outs, state = one.done
+    versions = [tensor._version for tensor in tensors_in((call.args, call.kwargs, outs))]
     if versions != one.versions:
-        findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed unseen by torch's dispatcher"))
+        findings.note(Mismatch(at, WINDOW, note="its tensors were changed unseen by torch's dispatcher"))
         return
     with joined([one.stream]):
-        again = execute_again(one.func, one.args, one.kwargs, one.state)
-        theirs = results(one.kind, one.args, one.kwargs, again)
+        theirs = results(call, execute_again(call, state))
         if disturb is not None:
-            disturb(one.at, theirs)
-        findings.pair(one.at, WINDOW, one.outs, theirs)
+            disturb(at, theirs)
+        findings.pair(at, WINDOW, outs, theirs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A reference to a tensor that the replay produces: a view of a result of an earlier step.
-
-    Attributes:
-        step: number of the step.
-        out: number of the result among the results of the step.
-        size: shape of the view.
-        stride: strides of the view, in elements.
-        offset: storage offset of the view, in elements.
-    """
+class _Made(NamedTuple):
+    """A reference to a tensor that the replay produces: a view, by size, strides and storage offset in elements, of
+    result number ``out`` of step number ``step``."""
 
     step: int
     out: int
@@ -328,38 +287,22 @@ class _Made:
     offset: int
 
 
-@dataclass(slots=True)
-class _Step:
-    """One recorded operator. ``args`` and ``kwargs`` contain ``_Made`` in place of tensors that the replay produces.
-    ``compares`` is True if the replay compares its results."""
-
-    at: OperatorCall
-    kind: OperatorProperties
-    func: Any
-    args: Any
-    kwargs: Any
-    state: torch.Tensor | None
-    compares: bool
-
-
 class Replay:
     """One AGC segment in one iteration: records its operators, and replays them later.
 
     Args:
-        findings: receives the mismatches.
         size: number of operators in the segment.
         due: number of planned operators that precede its window.
-        lasting: addresses of storages that are never freed (parameters), which do not count in ``nbytes``.
-
-    Attributes:
-        nbytes: memory that the boundary tensors keep, in bytes.
+        lasting: addresses of storages that are never freed (parameters), which do not count in ``nbytes``, the bytes
+            that the boundary tensors keep.
     """
 
     def __init__(self, findings: Findings, size: int, due: int, lasting: Collection[int] = ()):
         self._findings, self._size, self.due = findings, size, due
         self._counted = set(lasting)
         self.nbytes = 0
-        self._steps: list[_Step] = []
+        # Each operator, with ``_Made`` in place of tensors that the replay produces, and whether it is compared.
+        self._steps: list[tuple[Execution, bool]] = []
         self._makers: dict[int, tuple[StorageWeakRef, int, int, torch.dtype]] = {}
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._expected = findings.rows()
@@ -371,44 +314,26 @@ class Replay:
         """Return whether all operators of the segment have been recorded."""
         return len(self._steps) == self._size
 
-    def record(
-        self,
-        at: OperatorCall,
-        kind: OperatorProperties,
-        call: tuple[Any, Sequence[Any], dict[str, Any]],
-        out: Any,
-        state: torch.Tensor | None,
-        *,
-        compares: bool = True,
-    ) -> None:
-        """Record an operator that has just been executed.
-
-        Args:
-            at: identity of the execution.
-            kind: properties of the operator.
-            call: function, positional arguments and keyword arguments.
-            out: the result.
-            state: state of the random generator before the execution; None if it draws no random numbers.
-            compares: False if the operator is verified by other means and replayed only to produce its outputs.
-        """
-        func, args, kwargs = call
-        self._streams.add(current(tensors_in((args, kwargs, out))))
-        self._steps.append(_Step(at, kind, func, self._refer(args), self._refer(kwargs), state, compares))
-        for number, tensor in enumerate(tensors_in(out)):
+    def record(self, done: Execution, *, compares: bool = True) -> None:
+        """Record an operator that has just been executed. ``compares``: False if the operator is verified by other
+        means and replayed only to produce its outputs."""
+        call = done.call
+        self._streams.add(current(tensors_in((call.args, call.kwargs, done.out))))
+        step = call._replace(args=self._refer(call.args), kwargs=self._refer(call.kwargs))
+        self._steps.append((done._replace(call=step, out=None), compares))
+        for number, tensor in enumerate(tensors_in(done.out)):
             storage = tensor.untyped_storage()
             # The weak reference prevents the allocator from reusing the address of the storage.
             self._makers[storage._cdata] = (StorageWeakRef(storage), len(self._steps) - 1, number, tensor.dtype)
             if compares:
                 self._expected.add(tensor)
-                self._places.append((at, WINDOW))
+                self._places.append((done.at, WINDOW))
 
     def changes(self, storages: Collection[int]) -> bool:
         """Return whether the replay reads any of ``storages``, which are about to be written in place. The caller then
-        has to call ``verify`` before the write.
-
-        Later operators of the segment read the changed contents of these storages. The method therefore forgets that
-        the segment produced them, so that such contents will be kept and not taken from the replay.
-        """
+        has to call ``verify`` before the write. Later operators of the segment read the changed contents of these
+        storages. The method therefore forgets that the segment produced them, so that such contents will be kept and
+        not taken from the replay."""
         for storage in storages:
             self._makers.pop(storage, None)
         return any(tensor.untyped_storage()._cdata in storages for tensor, _ in self._kept.values())
@@ -416,7 +341,7 @@ class Replay:
     def verify(self, disturb: Disturb | None = None) -> int:
         """Execute the operators again and compare the results; return the number of compared operators. If a kept
         tensor was changed, compare nothing, count the operators as unverified and return 0."""
-        compared = sum(step.compares for step in self._steps)
+        compared = sum(compares for _, compares in self._steps)
         if any(tensor._version != version for tensor, version in self._kept.values()):
             self._findings.unverified += compared
             return 0
@@ -428,12 +353,12 @@ class Replay:
         last = self._last_uses()
         made: dict[int, list[torch.Tensor]] = {}
         found = self._findings.rows()
-        for number, step in enumerate(self._steps):
-            args, kwargs = _resolve(step.args, made), _resolve(step.kwargs, made)
-            outs = results(step.kind, args, kwargs, execute_again(step.func, args, kwargs, step.state))
-            if step.compares and disturb is not None:
+        for number, (step, compares) in enumerate(self._steps):
+            call = step.call._replace(args=_resolve(step.call.args, made), kwargs=_resolve(step.call.kwargs, made))
+            outs = results(call, execute_again(call, step.state))
+            if compares and disturb is not None:
                 disturb(step.at, outs)
-            for tensor in outs if step.compares else ():
+            for tensor in outs if compares else ():
                 found.add(tensor)
             made[number] = outs
             for old in last.get(number, ()):
@@ -445,8 +370,8 @@ class Replay:
     def _last_uses(self) -> dict[int, list[int]]:
         """Return number of a step -> numbers of the steps whose results are used by this step and by no later step."""
         last = {number: number for number in range(len(self._steps))}
-        for number, step in enumerate(self._steps):
-            for reference in _references((step.args, step.kwargs)):
+        for number, (step, _) in enumerate(self._steps):
+            for reference in _references((step.call.args, step.call.kwargs)):
                 last[reference.step] = number
         found: dict[int, list[int]] = {}
         for step, user in last.items():
@@ -493,29 +418,23 @@ def _references(value: Any) -> list[_Made]:
     return []
 
 
-Call = tuple[Any, Sequence[Any], dict[str, Any]]
-
-
 class Queue:
     """The queue of deferred verifications of one rank. The DMR engine fills it and calls it when windows open.
 
     Args:
-        findings: receives the mismatches.
         segments: AGC segments of the plan, by id.
-        helpers: operator id -> AGC segments that replay the operator without comparing it, because they need its
-            outputs.
+        helpers: operator id -> AGC segments that replay the operator without comparing it: they need its outputs.
         headroom: memory that deferred verifications may keep, in bytes, including the memory reserved by the plan.
-        dynamic_us: expected durations, in microseconds, of the dynamic windows of an iteration, in order. If there are
-            more dynamic windows, the duration of the others is not known.
+        dynamic_us: expected durations, in microseconds, of the dynamic windows of an iteration, in order; not known
+            beyond.
         lasting: addresses of storages that are never freed (parameters).
 
     Attributes:
-        disturb: corrupts the results of second executions in fault-injection experiments; None otherwise.
+        disturb: corrupts the results of second executions in fault-injection experiments.
         most_bytes: largest amount of memory kept at one time so far, in bytes. Memory that several single operators
             share, or several operators of one segment, counts once.
         in_windows: number of operators of the iteration that were verified in windows.
-        early: number of operators that were verified before their window, because their memory was about to be
-            changed, or because memory was scarce.
+        early: number of operators that were verified before their window: memory was about to be changed, or scarce.
         late: number of operators that were verified just before the optimizer step, because no window was left.
     """
 
@@ -551,46 +470,24 @@ class Queue:
     def __bool__(self) -> bool:
         return bool(len(self._waiting) or self._replays)
 
-    def put(self, at, kind, call: Call, out: Any, state: torch.Tensor | None, decision: Decision) -> bool:
-        """Defer the verification of an operator that has just been executed.
-
-        Args:
-            at: identity of the operator in the iteration.
-            kind: properties of the operator.
-            call: function, positional arguments and keyword arguments.
-            out: the result.
-            state: state of the random generator before the execution; None if the operator draws no random numbers.
-            decision: when the operator is to be verified.
-
-        Returns:
-            False if the operator has to be verified immediately, because its segment has been replayed already.
-        """
+    def put(self, done: Execution, decision: Decision) -> bool:
+        """Defer the verification of an operator that has just been executed. Return False if the operator has to be
+        verified immediately, because its segment has been replayed already."""
         if decision.replay is not None:
-            return self._record(decision.replay, at, kind, call, out, state)
-        if decision.due is not None:
-            self._waiting.put(entry(at, kind, call, out, state, decision.due))
-            self._weigh()
-            return True
-        one = entry(at, kind, call, out, state, -1)
+            return self._record(decision.replay, done)
+        one = entry(done, -1 if decision.due is None else decision.due)
         self._waiting.put(one)
-        self._dynamic.put(online.Entry(str(id(one)), decision.check_us, decision.bytes))
-        self._relieve()
+        if decision.due is None:
+            self._dynamic.put(online.Entry(id(one), decision.check_us, decision.bytes))
+            self._relieve()
         self._weigh()
         return True
 
-    def help(self, identity: str, at, kind, call: Call, out: Any, state: torch.Tensor | None) -> None:
+    def help(self, identity: str, done: Execution) -> None:
         """Record an operator, which is verified by other means, for the AGC segments whose replay needs its outputs.
-
-        Args:
-            identity: id of the operator in the plan.
-            at: identity of the operator in the iteration.
-            kind: properties of the operator.
-            call: function, positional arguments and keyword arguments.
-            out: the result.
-            state: state of the random generator before the execution; None if the operator draws no random numbers.
-        """
+        ``identity``: its id in the plan."""
         for name in self.helpers.get(identity, ()):
-            self._record(name, at, kind, call, out, state, compares=False)
+            self._record(name, done, compares=False)
 
     def before_change(self, tensors: Iterable[torch.Tensor]) -> None:
         """Verify all deferred operators that use the memory of ``tensors``, which is about to be written in place."""
@@ -602,22 +499,15 @@ class Queue:
                 self.early += self._finish(name)
 
     def window(self, executed: int) -> None:
-        """Verify all operators and segments that are due in a window.
-
-        Args:
-            executed: number of planned operators of the iteration that precede the window.
-        """
+        """Verify all operators and segments that are due in a window, which ``executed`` planned operators precede."""
         self.in_windows += self._waiting.take_due(executed)
         due = [name for name, one in self._replays.items() if one.is_whole and one.due <= executed]
         for name in due:
             self.in_windows += self._finish(name)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Verify the oldest deferred operators until a window of unknown length closes (SpareTrain, Method 4).
-
-        Args:
-            is_over: returns whether the window has closed.
-        """
+        """Verify the oldest deferred operators until ``is_over`` says that a window of unknown length has closed
+        (SpareTrain, Method 4)."""
         number, self._opened = self._opened, self._opened + 1
         self._spent.opens(self._dynamic_us[number] if number < len(self._dynamic_us) else math.inf)
         while not is_over():
@@ -625,7 +515,7 @@ class Queue:
             if chosen is None:
                 break
             self._spent.launches(chosen.check_us)
-            self.in_windows += self._waiting.take_these([int(chosen.op)])
+            self.in_windows += self._waiting.take_these([chosen.key])
         self._spent.closes()
 
     def drain(self) -> None:
@@ -634,7 +524,7 @@ class Queue:
         for name in list(self._replays):
             self.late += self._finish(name)
 
-    def _record(self, name: str, at, kind, call: Call, out: Any, state: Any, *, compares: bool = True) -> bool:
+    def _record(self, name: str, done: Execution, *, compares: bool = True) -> bool:
         if name in self._over:
             return False
         replay = self._replays.get(name)
@@ -642,7 +532,7 @@ class Queue:
             segment = self._segments[name]
             replay = self._replays[name] = Replay(self._findings, segment.size, segment.due, self._lasting)
         self._replay_bytes -= replay.nbytes
-        replay.record(at, kind, call, out, state, compares=compares)
+        replay.record(done, compares=compares)
         self._replay_bytes += replay.nbytes
         self._weigh()
         return True
@@ -655,20 +545,17 @@ class Queue:
 
     def _gone(self, one: Entry) -> None:
         """Verify an entry, and remove it from the dynamic queue if it is there."""
-        name = str(id(one))
-        if name in self._dynamic:
-            self._dynamic.take(name)
+        if id(one) in self._dynamic:
+            self._dynamic.take(id(one))
         verify(one, self._findings, self.disturb)
 
     def _weigh(self) -> None:
         self.most_bytes = max(self.most_bytes, self._waiting.nbytes + self._replay_bytes)
 
     def _relieve(self) -> None:
-        """Verify deferred operators of dynamic windows early until memory suffices.
-
-        The memory of operators and segments that the plan assigns to a window is reserved in the plan. The operators
-        that wait for a dynamic window share the rest of ``headroom``.
-        """
+        """Verify deferred operators of dynamic windows early until memory suffices. The memory of what the plan assigns
+        to a window is reserved in the plan. The operators that wait for a dynamic window share the rest of
+        ``headroom``."""
         planned = max(self._waiting.nbytes - self._dynamic.held, 0.0) + self._replay_bytes
         pressed = self._dynamic.press(max(self._headroom - planned, 0.0))
-        self.early += self._waiting.take_these([int(one.op) for one in pressed])
+        self.early += self._waiting.take_these([one.key for one in pressed])

@@ -34,22 +34,15 @@ _MOST_SCRIPTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operator of a recomputation.
-
-    Attributes:
-        name: name of the operator.
-        is_extra: True if the forward pass has no corresponding operator.
-    """
+    """One operator of a recomputation; extra if the forward pass has no corresponding operator."""
 
     name: str
     is_extra: bool
 
 
 class RecomputationSteps:
-    """Learnt sequences of recomputation steps, by the sequence of operators of the forward pass.
-
-    A learnt sequence is used once it has been seen ``_CONFIRMED`` times, since two results may be equal by chance.
-    """
+    """Learnt sequences of recomputation steps, by the operators of the forward pass. A learnt sequence is used once it
+    has been seen ``_CONFIRMED`` times, since two results may be equal by chance."""
 
     def __init__(self):
         self._seen: dict[tuple[str, ...], tuple[tuple[Step, ...], int]] = {}
@@ -69,10 +62,7 @@ class RecomputationSteps:
 
 class Segment:
     """One activation-checkpointing segment in one microbatch, from its forward pass to its recomputation.
-
-    Attributes:
-        is_comparable: False from the first operator on whose result differs each time it is executed.
-    """
+    ``is_comparable``: False from the first operator on whose result differs each time it is executed."""
 
     def __init__(self, findings: Findings, scripts: RecomputationSteps):
         self._findings, self._scripts = findings, scripts
@@ -110,16 +100,9 @@ class Segment:
         return all(tensor.untyped_storage()._cdata in self._created for tensor in tensors)
 
     def settle(self, decision: Decision, name: str, *, again: bool) -> Decision:
-        """Return the decision for the next operator, changed so that forward pass and recomputation agree.
-
-        Either both executions of an operator are recorded for the comparison or neither is. Where a run deviates from
-        its plan, the plan may contain contradicting decisions about the two executions.
-
-        Args:
-            decision: the decision of the strategy.
-            name: name of the operator.
-            again: True in the recomputation.
-        """
+        """Return the decision for the next operator, changed so that forward pass and recomputation (``again``) agree:
+        either both executions of an operator are recorded for the comparison or neither is. Where a run deviates from
+        its plan, the plan may contain contradicting decisions about the two executions."""
         if not again:
             self._forward.append((name, decision.set == PIGGYBACK))
             return decision
@@ -132,13 +115,8 @@ class Segment:
         return AT_ONCE if decision.set == PIGGYBACK else decision
 
     def primary(self, at: OperatorCall, outs: Sequence[torch.Tensor], sent: Rows | None = None) -> None:
-        """Record the results of an operator of the forward pass.
-
-        Args:
-            at: identity of the execution.
-            outs: its results.
-            sent: digests of what it has sent to other ranks, if it is a call that is verified as a whole.
-        """
+        """Record the results of an operator of the forward pass. ``sent``: digests of what it has sent to other ranks,
+        if it is a call that is verified as a whole."""
         parts = sent.count if sent is not None else 0
         self._names.append(at.operator)
         self._widths.append(parts + len(outs))

@@ -14,20 +14,17 @@ import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple
 
 from ft.base.errors import UserError
+from ft.systems.dmr.plan.check import recomputed, replayed
 from ft.systems.dmr.plan.trace import (
     CLOSE_US,
     D_INTER,
     D_INTRA,
     NAIVE,
     PIGGYBACK,
-    RECOMPUTE,
     UNCHECKED,
-    AgcSegment,
-    Operator,
     Plan,
 )
 from ft.systems.dmr.runtime.cursor import Unit, operator_id
@@ -40,11 +37,7 @@ _REACH = 256
 
 
 class OperatorAligner:
-    """Aligns the operators that are executed in one unit with its planned operators.
-
-    Args:
-        names: names of the planned operators of the unit, in order.
-    """
+    """Aligns the operators that are executed in one unit with the names of its planned operators."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -52,13 +45,9 @@ class OperatorAligner:
         self._strange: list[str] = []
 
     def find(self, index: int, operator: str) -> int | None:
-        """Return the position in the plan of the operator that is executed as number ``index`` of the unit. Has to be
-        called for each operator, in order.
-
-        Returns:
-            The position; None if the plan does not contain the operator, or if after a deviation it is not known yet
-                where in the plan the execution continues.
-        """
+        """Return the position in the plan of the operator that is executed as number ``index`` of the unit; None if the
+        plan does not contain it, or if after a deviation it is not known yet where in the plan the execution continues.
+        Has to be called for each operator, in order."""
         if index == 0:
             self._ahead, self._strange = 0, []
         expected = index + self._ahead
@@ -87,12 +76,11 @@ class OperatorAligner:
 class Decision:
     """How one operator is verified.
 
-    Args:
+    Attributes:
         set: one of ``ft.systems.dmr.plan.trace.SETS``.
-        due: for the deferred sets D_inter and D_intra: number of planned operators that precede its window; None if it
-            is verified in any dynamic window.
-        replay: for the deferred sets: id of the AGC segment with which it is replayed; None if it is executed again by
-            itself.
+        due: (deferred) number of planned operators that precede its window; None if it is verified in any dynamic
+            window.
+        replay: (deferred) id of the AGC segment with which it is replayed; None if it is executed again by itself.
         check_us: expected duration of verifying it, in microseconds.
         bytes: memory that is kept until it is verified and would be free otherwise, in bytes.
         ordinal: its position among the planned operators, counted from 1; 0 if no plan contains it.
@@ -106,96 +94,65 @@ class Decision:
     ordinal: int = 0
 
 
-AT_ONCE = Decision(NAIVE)
-WITH_RECOMPUTATION = Decision(PIGGYBACK)
+DEFERRED = (D_INTER, D_INTRA)
+SKIPPED = UNCHECKED
+AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(SKIPPED)
 
 
-NO_MISFITS: Mapping[tuple[str, str], int] = MappingProxyType({})
-
-
-class Strategy(Protocol):
-    """Decides for each operator how it is verified.
-
-    Attributes:
-        name: name of the strategy, for reports.
-        uses_recomputation: whether operators of activation-checkpointing segments are compared with their
-            recomputation.
-        misfits: (phase, name of operator) -> number of operators that the plan does not contain at their place.
-    """
-
-    name: str
-    uses_recomputation: bool
-    misfits: Mapping[tuple[str, str], int]
-
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
-        """Return how the next operator is verified.
-
-        Args:
-            unit: phase, model chunk and microbatch that are being executed.
-            index: number of the operator in ``unit``, from 0.
-            operator: name of the operator.
-            in_segment: True if the operator belongs to an activation-checkpointing segment that is, or will be,
-                recomputed.
-        """
-
-
-class Naive:
-    """Strategy naive DMR: verify every operator immediately."""
-
-    name, uses_recomputation, misfits = "naive", False, NO_MISFITS
-
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
-        return AT_ONCE
-
-
-class Piggyback:
-    """Strategy P-DMR: compare operators with their activation recomputation where there is one, and verify all other
-    operators immediately."""
-
-    name, uses_recomputation, misfits = "piggyback", True, NO_MISFITS
-
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
-        return WITH_RECOMPUTATION if in_segment else AT_ONCE
-
-
-@dataclass(frozen=True)
-class Segment:
-    """An AGC segment of a plan.
-
-    Attributes:
-        size: number of operators that are replayed.
-        due: number of planned operators that precede its window.
-    """
+class Segment(NamedTuple):
+    """An AGC segment of a plan: the number of operators that are replayed, and the number of planned operators that
+    precede its window."""
 
     size: int
     due: int
 
 
-class Planned:
+class Strategy:
+    """Decides for each operator how it is verified: immediately (naive), or with its activation recomputation where
+    there is one and else immediately (piggyback).
+
+    Args:
+        name: "naive" or "piggyback".
+        unstable: names, with overloads ("index_put_", "add_.Tensor"), of operators that are not reproducible: left
+            unverified.
+
+    Attributes:
+        misfits: (phase, name of operator) -> number of operators that the plan does not contain at their place.
+        replays: AGC segments of the stage, by id.
+        helpers: operator id -> AGC segments that replay the operator only to produce its outputs.
+    """
+
+    def __init__(self, name: str, unstable: Collection[str] = ()):
+        self._unstable = frozenset(unstable)
+        self.name = f"{name}, unstable left out: {', '.join(sorted(unstable))}" if unstable else name
+        self.uses_recomputation = name != NAIVE
+        self.misfits: Counter[tuple[str, str]] = Counter()
+        self.replays: dict[str, Segment] = {}
+        self.helpers: dict[str, list[str]] = {}
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        """Return how operator number ``index`` (from 0) of a unit is verified. Has to be called for each operator, in
+        order. ``in_segment``: whether it belongs to an activation-checkpointing segment that is, or will be,
+        recomputed."""
+        decision = self._decide(unit, index, operator, in_segment)
+        return _LEFT_OUT if operator in self._unstable else decision
+
+    def _decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        return WITH_RECOMPUTATION if in_segment and self.uses_recomputation else AT_ONCE
+
+
+class Planned(Strategy):
     """Strategy that follows a DMR plan on one stage.
 
     Executed operators may differ from the plan, because the profile was taken with other data or because experts got no
-    tokens. Operators that the plan does not contain at their place are verified as by ``Piggyback``, and counted.
-
-    Args:
-        plan: the plan to follow.
-        stage: pipeline stage of this rank.
-        unstable: names of non-reproducible operators, which are neither replayed nor verified
-            (``ft.systems.dmr.runtime.strategy``).
-
-    Attributes:
-        replays: AGC segments of the stage, by id.
-        misfits: see ``Strategy``.
-        helpers: operator id -> AGC segments that replay the operator only to produce its outputs, because it is
-            verified by other means.
+    tokens. Operators that the plan does not contain at their place are verified as with piggyback, and counted.
 
     Raises:
         UserError: the plan was not made from a profile of a run, or has no operators of the stage.
     """
 
-    name, uses_recomputation = "plan", True
-
     def __init__(self, plan: Plan, stage: int, unstable: Collection[str] = ()):
+        super().__init__("plan", unstable)
         ops = [op for op in plan.trace.ops if op.stage == stage]
         if not ops:
             known = ", ".join(map(str, plan.trace.stages))
@@ -206,7 +163,6 @@ class Planned:
             name: None if window.dynamic else bisect.bisect_left(starts, window.start_us - CLOSE_US)
             for name, window in windows.items()
         }
-        self.misfits: Counter[tuple[str, str]] = Counter()
         self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
         for ordinal, op in enumerate(ops, 1):
             how, where = plan.assign[op.id], (op.phase, op.chunk, op.microbatch)
@@ -226,11 +182,9 @@ class Planned:
         self._all_at_once = {
             unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
         }
-        self.replays: dict[str, Segment] = {}
-        self.helpers: dict[str, list[str]] = {}
-        self._plan_replays(plan, stage, due, frozenset(unstable))
+        self._plan_replays(plan, stage, due)
 
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+    def _decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         where = (unit.phase, unit.chunk, unit.microbatch)
         if where in self._all_at_once:
             planned = self._decisions[where]
@@ -239,66 +193,21 @@ class Planned:
         place = None if follower is None else follower.find(index, operator)
         if place is None:
             self.misfits[unit.phase, operator] += 1
-            return WITH_RECOMPUTATION if in_segment else AT_ONCE
+            return super()._decide(unit, index, operator, in_segment)
         decision = self._decisions[where][place][1]
         if decision.set == PIGGYBACK and not in_segment:
             return replace(AT_ONCE, ordinal=decision.ordinal)
         return decision
 
-    def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None], unstable: Collection[str]) -> None:
-        by_id = {op.id: op for op in plan.trace.ops}
-        recomputed: dict[tuple, list[str]] = {}
-        for op in plan.trace.ops:
-            if op.stage == stage and op.phase == RECOMPUTE:
-                recomputed.setdefault((op.chunk, op.microbatch, op.layer), []).append(op.id)
+    def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None]) -> None:
+        by_id, again = {op.id: op for op in plan.trace.ops}, recomputed(plan.trace)
         for segment in plan.segments.values():
-            first = by_id[segment.ops[0]]
-            if first.stage != stage:
+            ops = [by_id[name] for name in segment.ops]
+            if ops[0].stage != stage:
                 continue
-            made = recomputed.get((first.chunk, first.microbatch, first.layer), []) if segment.regenerated_us else []
-            made = _until_needed(made, segment, by_id)
-            for name in made:
-                self.helpers.setdefault(name, []).append(segment.id)
-            when = due[segment.window]
-            replayed = (name for name in (*segment.ops, *made) if plan.assign[name].set != UNCHECKED)
-            size = sum(by_id[name].name not in unstable for name in replayed)
-            self.replays[segment.id] = Segment(size, 0 if when is None else when)
-
-
-def _until_needed(made: Sequence[str], segment: AgcSegment, by_id: Mapping[str, Operator]) -> Sequence[str]:
-    """Return the operators of a recomputation up to the last one whose results the segment reads and does not keep."""
-    inner = {tensor for name in segment.ops for tensor in by_id[name].in_ids} - set(segment.keeps)
-    needed = [number for number, name in enumerate(made) if inner.intersection(by_id[name].out_ids)]
-    return made[: needed[-1] + 1] if needed else []
-
-
-DEFERRED = (D_INTER, D_INTRA)
-SKIPPED = UNCHECKED
-
-
-_LEFT_OUT = Decision(SKIPPED)
-
-
-class ExcludeUnstable:
-    """Strategy that follows another strategy, except that non-reproducible operators are left unverified.
-
-    Args:
-        strategy: the other strategy.
-        unstable: names of the non-reproducible operators, with overloads ("index_put_", "add_.Tensor").
-
-    Attributes:
-        strategy: the other strategy.
-    """
-
-    def __init__(self, strategy: Strategy, unstable: Collection[str]):
-        self.strategy, self._unstable = strategy, frozenset(unstable)
-        self.uses_recomputation = strategy.uses_recomputation
-        self.name = f"{strategy.name}, unstable left out: {', '.join(sorted(self._unstable))}"
-
-    @property
-    def misfits(self) -> Mapping[tuple[str, str], int]:
-        return self.strategy.misfits
-
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
-        decision = self.strategy.decide(unit, index, operator, in_segment)
-        return _LEFT_OUT if operator in self._unstable else decision
+            made = replayed(segment, ops, again)
+            for op in made:
+                self.helpers.setdefault(op.id, []).append(segment.id)
+            checked = (op for op in (*ops, *made) if plan.assign[op.id].set != UNCHECKED)
+            size = sum(op.name not in self._unstable for op in checked)
+            self.replays[segment.id] = Segment(size, due[segment.window] or 0)

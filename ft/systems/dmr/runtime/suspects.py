@@ -46,14 +46,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The decision after the attempts at an iteration.
-
-    Attributes:
-        action: RETRY (repeat the iteration), EVICT (replace the ranks at fault) or GIVE_UP (end the run).
-        ranks: (EVICT) the ranks at fault.
-        reason: explanation in words.
-        fix: (GIVE_UP) what the user can do, if an operator is taken to be at fault.
-    """
+    """The decision after the attempts at an iteration: RETRY (repeat the iteration), EVICT (replace the ``ranks`` at
+    fault) or GIVE_UP (end the run), why, and what the user can do if an operator is taken to be at fault."""
 
     action: str
     ranks: tuple[int, ...] = ()
@@ -72,12 +66,8 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Li
     A rank whose own executions differed in every attempt is at fault. The exception: an operator that differs on
     several ranks is taken to be non-reproducible, because devices fail one by one. What follows from an earlier
     difference on another rank does not count (``origins``). Where only messages or reductions differed, the ranks that
-    received wrong data in every attempt are at fault, unless all ranks did.
-
-    Args:
-        attempts: the reports of each attempt.
-        earlier: logical rank -> its wrong attempts in the remembered iterations, for all ranks.
-        limits: numbers of wrong attempts from which on a fault counts as permanent.
+    received wrong data in every attempt are at fault, unless all ranks did. ``earlier``: logical rank -> its wrong
+    attempts in the remembered iterations, for all ranks.
     """
     begun = [origins(reports) for reports in attempts]
     wrong = {rank: [_operators(found.get(rank, ())) for found in begun] for rank in earlier}
@@ -182,17 +172,8 @@ def _too_often(
     now: Mapping[int, Wrong], earlier: Mapping[int, Wrong], limits: Limits, *, at_most: int
 ) -> Outcome | None:
     """Return the outcome that evicts the rank with the most wrong attempts; None if there are fewer than
-    ``limits.repeats``.
-
-    A rank is only considered if it was also wrong in this iteration. A wrong attempt is only counted if its operators
-    differed on no other rank.
-
-    Args:
-        now: logical rank -> its wrong attempts in this iteration.
-        earlier: logical rank -> its wrong attempts in the remembered iterations.
-        limits: numbers of wrong attempts from which on a fault counts as permanent.
-        at_most: maximum number of attempts of this iteration that are counted.
-    """
+    ``limits.repeats``. A rank is only considered if it was also wrong in this iteration (``now``), of which at most
+    ``at_most`` attempts are counted. A wrong attempt is only counted if its operators differed on no other rank."""
     together = {rank: (*before, *now[rank]) for rank, before in earlier.items()}
     counts: dict[int, int] = {}
     for rank in sorted(rank for rank in earlier if now[rank]):
@@ -250,14 +231,8 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
 
 
 class Memory:
-    """The wrong attempts of this rank in the last iterations.
-
-    Each worker remembers only its own wrong attempts. A worker that takes over the rank begins with none, because it
-    runs on another device, which does not have the fault.
-
-    Args:
-        iterations: number of iterations over which wrong attempts are remembered.
-    """
+    """The wrong attempts of this rank in the last ``iterations``. Each worker remembers only its own. A worker that
+    takes over the rank begins with none, because it runs on another device, which does not have the fault."""
 
     def __init__(self, iterations: int):
         self._iterations = iterations
