@@ -114,7 +114,7 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
     The k-th send from stage A to stage B matches the k-th receive of B from A, even if they are different messages in
     the program; ``ft.systems.schedule.check`` finds such errors. A message takes ``comm`` from the time at which both
     stages have posted it. A stage continues when all messages of its batch are complete. The messages of a batch are
-    concurrent, as in one NCCL group. At a flush, an empty batch, every stage waits for all others.
+    concurrent, as in one NCCL group.
 
     Args:
         program: the program.
@@ -153,7 +153,6 @@ class _Machine:
         self.clock = [0.0] * len(program.stages)
         self.times: dict[Unit, tuple[float, float]] = {}
         self._posted: dict[tuple[int, int, bool], list[float]] = {}
-        self._flushes: dict[int, dict[int, float]] = {}
         self._open: dict[int, list[tuple[tuple[int, int, bool], int]]] = {}
 
     def advance(self, stage: int) -> bool:
@@ -175,8 +174,6 @@ class _Machine:
 
         A batch is complete if the other stages have posted their ends of all its messages.
         """
-        if not batch:
-            return self._flushed(stage)
         if stage not in self._open:
             self._open[stage] = [self._post(stage, *message[:2]) for message in batch]
         partners = []
@@ -187,16 +184,6 @@ class _Machine:
             partners.append(theirs[k])
         self.clock[stage] = max(self.clock[stage], *partners) + self._comm
         del self._open[stage]
-        return True
-
-    def _flushed(self, stage: int) -> bool:
-        """Return whether all stages have reached this flush; the stage's clock is then set to the latest of them."""
-        seen = sum(not step for step in self._program.stages[stage][: self.at[stage]])
-        arrived = self._flushes.setdefault(seen, {})
-        arrived.setdefault(stage, self.clock[stage])
-        if len(arrived) < len(self.at):
-            return False
-        self.clock[stage] = max(arrived.values())
         return True
 
     def _post(self, stage: int, source: int, target: int) -> tuple[tuple[int, int, bool], int]:

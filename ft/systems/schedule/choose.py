@@ -19,7 +19,7 @@ from ft.systems.schedule.kinds import insert_messages
 from ft.systems.schedule.program import Program, Unit
 from ft.systems.schedule.weave import orders, weaves
 
-SWAPPING = ("two-pass", "half-half", "alternate", "woven")
+SWAPPING = ("half-half", "woven")
 """Kinds of schedules that swap half of the microbatches; CheckFree+ can use them if they pass the check. They are
 described in :mod:`ft.systems.schedule.kinds`, "woven" in :mod:`ft.systems.schedule.weave`."""
 KINDS = ("1f1b", "interleaved", *SWAPPING)
@@ -198,12 +198,8 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
         yield kinds.one_f_one_b(*given)
     elif kind == "interleaved":
         yield from (kinds.interleaved(*given, shape.chunks, _duration(*grid)) for grid in grids)
-    elif kind == "two-pass":
-        yield kinds.two_pass(*given)
     elif kind == "half-half":
         yield from (kinds.half_half(*given, _duration(*grid)) for grid in grids)
-    elif kind == "alternate":
-        yield kinds.alternate(*given)
     elif kind == "woven":
         yield from _woven(shape)
     else:

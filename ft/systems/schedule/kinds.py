@@ -1,8 +1,8 @@
-"""Construct the pipeline schedules with a name (1F1B and interleaved 1F1B as megatron-core runs them, two-pass,
-half-half and alternate), and insert the messages between stages such that the schedule cannot deadlock.
+"""Construct 1F1B and interleaved 1F1B as megatron-core runs them, and half-half, and insert the messages between stages
+such that a schedule cannot deadlock.
 
-In the last three, half of the microbatches are swapped: they pass through the first two and the last two stages in
-swapped order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
+In half-half, half of the microbatches are swapped: they pass through the first two and the last two stages in swapped
+order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
 
 A unit is the forward or backward of one microbatch on one stage. A message is exchanged as soon as its sender and its
 receiver are both between two units. To find out when that is, the order is simulated. At every time at which units end,
@@ -23,7 +23,6 @@ from functools import cached_property
 from ft.base.errors import UserError
 from ft.systems.schedule.check import ScheduleDeadlock
 from ft.systems.schedule.program import (
-    FLUSH,
     NORMAL,
     SWAPPED,
     Message,
@@ -235,20 +234,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
     return insert_messages(pipeline.routes, orders(pipeline), duration)[0]
 
 
-def two_pass(stages: int, microbatches: int) -> Program:
-    """Return 1F1B over the normal microbatches, a flush (all stages wait for each other), and 1F1B over the swapped
-    ones.
-
-    Raises:
-        UserError: too few stages or microbatches to swap.
-    """
-    routes = half_swapped(stages, microbatches)
-    first, second = (beside_units(routes, order).stages for order in _passes(stages, microbatches))
-    return Program(routes, tuple((*a, FLUSH, *b) for a, b in zip(first, second, strict=True)))
-
-
 def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
-    """Return the two passes of ``two_pass`` without a flush in between.
+    """Return 1F1B over the normal microbatches followed by 1F1B over the swapped ones, without a pause in between.
 
     A stage that has run all its normal forwards runs units of the swapped pass while it waits for normal backwards. No
     stage holds the activations of more microbatches than 1F1B needs at the earlier of the two positions that the stage
@@ -264,16 +251,6 @@ def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
     """
     routes = half_swapped(stages, microbatches)
     return insert_messages(routes, _merged(routes, _passes(stages, microbatches), duration), duration)[0]
-
-
-def alternate(stages: int, microbatches: int) -> Program:
-    """Return the naive schedule: 1F1B's own order on every stage, with every second microbatch swapped.
-
-    Raises:
-        UserError: too few stages or microbatches to swap.
-    """
-    order = orders(Pipeline(stages, microbatches))
-    return beside_units(half_swapped(stages, microbatches), order)
 
 
 def half_swapped(stages: int, microbatches: int) -> Routes:

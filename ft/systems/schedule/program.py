@@ -137,9 +137,7 @@ class Message(NamedTuple):
 
 Batch = tuple[Message, ...]
 """One stage's part of an exchange: the messages of which it is the source or the target, in the order in which they are
-posted. ``FLUSH`` is the empty batch, at which every stage waits for all others."""
-
-FLUSH: Batch = ()
+posted."""
 
 Step = Unit | Batch
 

@@ -100,11 +100,8 @@ class Iteration:
         for step in self._program.stages[self._stage]:
             if isinstance(step, Unit):
                 self._execute(step)
-            elif step:
-                self._exchange(step)
             else:
-                self._wait()
-                dist.barrier(self._groups.pp)
+                self._exchange(step)
         self._wait()
 
     def _execute(self, unit: Unit) -> None:
