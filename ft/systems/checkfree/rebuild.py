@@ -29,7 +29,6 @@ class Boost:
     """The increase of the learning rate and its duration.
 
     Attributes:
-        factor: factor right after a rebuild.
         decay_steps: number of steps over which the factor falls linearly to 1; with 0 the factor stays the same, as in
             CheckFree, section 4.2.
 
@@ -64,14 +63,7 @@ class Boost:
 
 
 def scale(groups: Iterable[MutableMapping[str, Any]], max_lr: float, min_lr: float, factor: float) -> None:
-    """Set the rates that megatron-core's scheduler reads at every step to ``factor`` times those of the schedule.
-
-    Args:
-        groups: parameter groups; they are changed in place.
-        max_lr: highest learning rate of the schedule.
-        min_lr: lowest learning rate of the schedule.
-        factor: see :meth:`Boost.at`.
-    """
+    """Set the rates that megatron-core's scheduler reads at every step to ``factor`` times those of the schedule."""
     for group in groups:
         group["max_lr"], group["min_lr"] = max_lr * factor, min_lr * factor
 

@@ -59,14 +59,11 @@ class Settings:
     """The settings of one rank for the rebuild of lost stages.
 
     Attributes:
-        strategy: one of :data:`ft.systems.checkfree.rebuild.STRATEGIES`.
-        boost: increase of the rebuilt stage's learning rate.
         norm_limit: upper bound of the gradient norms by which the neighbours are weighted; a larger norm is replaced by
             it. None for raw norms.
         reseed: seeds this rank's random number generators for its position in the process grid and the given step.
         rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
             The trainer stores it with its position and in checkpoints.
-        draws_apart: whether data-parallel ranks draw different random numbers.
         replicated_ends: the replicas of embedding and output layer (CheckFree+), with which the first and the last
             stage can be rebuilt; None without CheckFree+.
     """
@@ -208,8 +205,6 @@ class StageNorms:
     """Collects the gradient norms of all pipeline stages on one rank.
 
     Args:
-        stages: number of pipeline stages.
-        own: this rank's stage.
         limit: upper bound; a larger norm is replaced by it, as if each stage's gradients were clipped separately. The
             code of CheckFree's authors uses such clipped norms as weights. None for raw norms.
 
@@ -259,11 +254,6 @@ class StageNorms:
 
 class PeerWeights:
     """Lends and takes weights on one rank.
-
-    Args:
-        session: this worker's place in the run.
-        subject: model, optimizer and schedule.
-        settings: settings of CheckFree.
 
     Attributes:
         may_lend: whether a peer can go on with this rank's weights. With ``--overlap-param-gather`` some weights of a

@@ -51,7 +51,6 @@ def play(
     Args:
         order: each stage's units, in the order in which it runs them.
         needs: returns the unit whose result a unit waits for; None if it waits for nothing.
-        duration: returns the time that a unit takes; all times have the same unit as ``comm_us``.
         comm_us: time from the end of a unit until its result is at another stage.
         waits_until_sent: returns True for units after which the stage waits ``comm_us`` before it continues; None if no
             stage ever does.
@@ -98,7 +97,6 @@ class SimulationResult:
     """The result of a simulation.
 
     Args:
-        times: unit -> (start, end).
         end: time at which the last stage has finished, including its last message.
         stuck: stage -> the batch at which the stage waits for ever; empty if all stages have finished.
     """
@@ -117,7 +115,6 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
     concurrent, as in one NCCL group.
 
     Args:
-        program: the program.
         duration: returns the time of a unit (of work), in any unit of time.
         comm: time of a message, in the same unit of time.
     """
@@ -135,11 +132,6 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
 
 class _Machine:
     """The state of the simulation.
-
-    Args:
-        program: the program.
-        duration: returns the time of a unit.
-        comm: time of a message.
 
     Attributes:
         at: for each stage, the index of its present step (unit or batch).
@@ -197,7 +189,6 @@ class Finding(NamedTuple):
     """The result of checking one rule.
 
     Attributes:
-        rule: the rule in words.
         faults: violations in words; empty if the rule holds.
     """
 
@@ -209,7 +200,6 @@ def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list
     """Check all rules and return the results.
 
     Args:
-        program: the program.
         most_in_flight: for each stage, the number of microbatches whose activations it may hold; None for no limit.
     """
     findings = [

@@ -44,8 +44,6 @@ class Shape:
     """The requested shape of a pipeline. All times are in the same, arbitrary unit.
 
     Args:
-        stages: number of pipeline stages.
-        microbatches: number of microbatches of one iteration.
         f: time of a stage's forward pass of one microbatch, all chunks together.
         b: time of a stage's backward pass of one microbatch, all chunks together.
         comm: time of a message.
@@ -78,10 +76,6 @@ class Planned:
     """A planned schedule.
 
     Attributes:
-        kind: one of KINDS.
-        shape: the shape of the pipeline.
-        chunks: number of model chunks per stage.
-        program: units and messages of each stage.
         ran: result of simulating the program, with its duration.
         findings: results of checking the program.
     """
@@ -121,7 +115,6 @@ def plan(kind: str, shape: Shape) -> Planned:
 
     Args:
         kind: one of KINDS, or BEST for the best of all kinds that swap half of the microbatches.
-        shape: the shape of the pipeline.
 
     Raises:
         UserError: there is no schedule of this kind and shape, or with BEST, no schedule passes the check.
@@ -142,8 +135,6 @@ class _Weighed(NamedTuple):
     Attributes:
         cost: (whether more microbatches are in flight than allowed, whether the program deadlocks, duration, maximum
             number of microbatches in flight on a stage); smaller is better.
-        program: the program.
-        ran: result of simulating the program.
     """
 
     cost: tuple

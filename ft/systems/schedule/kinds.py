@@ -45,8 +45,6 @@ def insert_messages(
     """Return the program, and the time at which its last unit ends if messages take no time.
 
     Args:
-        routes: the routes of the microbatches.
-        order: each stage's units in the order in which it runs them.
         duration: returns the time of a unit, more than 0. With whole numbers, messages wait less, because stages are
             between units at the same time more often.
 
@@ -69,11 +67,6 @@ class _Simulation:
     """The simulation of a given order of units.
 
     Attributes:
-        routes: the routes of the microbatches.
-        order: each stage's units.
-        duration: returns the time of a unit.
-        next: for each stage, the index of its next unit.
-        steps: for each stage, the units and batches so far.
         ends: heap of (end, stage) of the running units; stage -1 stands for the start of the simulation.
     """
 
@@ -138,9 +131,6 @@ class Pipeline:
     """The shape of a schedule.
 
     Args:
-        stages: P, the number of pipeline stages.
-        microbatches: number of microbatches of one iteration.
-        chunks: number of model chunks per stage; with more than one, the schedule is interleaved.
         comm_us: time from the end of a unit until its result is at the next stage, in microseconds.
         blocking: whether a stage waits until its own message has been sent, as megatron-core does without
             overlap_p2p_comm.
@@ -221,12 +211,6 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
 
     A message is exchanged as soon as sender and receiver are both between two units.
 
-    Args:
-        stages: number of pipeline stages.
-        microbatches: number of microbatches.
-        chunks: number of model chunks of each stage.
-        duration: returns the time that a unit takes.
-
     Raises:
         UserError: no such schedule exists.
     """
@@ -240,11 +224,6 @@ def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
     A stage that has run all its normal forwards runs units of the swapped pass while it waits for normal backwards. No
     stage holds the activations of more microbatches than 1F1B needs at the earlier of the two positions that the stage
     has on the normal and on the swapped route.
-
-    Args:
-        stages: number of pipeline stages.
-        microbatches: number of microbatches.
-        duration: returns the time that a unit takes.
 
     Raises:
         UserError: too few stages or microbatches to swap.
@@ -301,7 +280,6 @@ class _Merging:
     """One stage in the simulation of ``_merged``.
 
     Args:
-        routes: the routes of the microbatches.
         left: the remaining units of each pass in reverse order, so that the next unit is the last one.
 
     Attributes:
