@@ -44,7 +44,6 @@ class LastError:
 
     Attributes:
         chain: the exceptions, the original one first; empty for a stack without exception.
-        text: the lines, without the prefix that names the rank.
         is_last: whether nothing but warnings follows in the log.
     """
 
@@ -210,7 +209,6 @@ class Crash:
 
     Attributes:
         state: how the run ended, in words: as ``ft.record.run.Run.state`` says it.
-        message: the control plane's message at the end, "" without one.
         found: the first cause, None if the run has finished or has no errors.
         started: whether a step was ever begun, as far as the run tells: a script of one's own may not tell.
     """

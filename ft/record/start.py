@@ -39,7 +39,6 @@ class Node:
     """One agent of the run.
 
     Attributes:
-        name: its name, such as "n1".
         claimed_at: time at which it took its name, the first thing that it does, in seconds since 1970; None: unknown.
         joined: the event of its joining, None if the control plane never heard of it.
         last_words: the last lines of its warm pool's log.
@@ -72,9 +71,6 @@ class Start:
     """What a run's folder says about its start.
 
     Attributes:
-        nodes: its agents, by name.
-        expected: number of nodes, 0 if unknown.
-        world_size: number of logical ranks, 0 if unknown.
         started: logical ranks whose workers were started.
         ready: logical ranks whose workers have connected.
         has_begun: whether a step has begun, as far as the run tells: a script of one's own may not tell.
@@ -86,7 +82,6 @@ class Start:
         endpoint: host:port of the control plane that was tried from this machine, "" if none was.
         unreachable: why it cannot be connected to, "" if it can.
         holder: the process of this machine that listens there, "" if none does or it is another machine.
-        control_log: last lines of the control plane's log.
         crashed: the first cause of the workers' errors, "" without errors.
     """
 

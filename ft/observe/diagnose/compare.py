@@ -33,12 +33,10 @@ class Difference:
     """The difference between a value and its reference.
 
     Attributes:
-        differing: number of elements that differ in at least one bit.
         not_finite: number of differing elements that are NaN or infinite on one side; ``ulp`` and ``absolute`` ignore
             them.
         ulp: largest distance of floating-point elements in ULP; None where there are none to compare.
         first: flat index of the first differing element; None where elements have no order.
-        last: flat index of the last differing element; None where elements have no order.
         values: the values of the reference and of this value at ``first``, where they are numbers.
         mask: bit mask of the bit positions that differ in any element.
     """
@@ -179,7 +177,6 @@ class DifferingPiece:
     """A piece of a checkpoint that is not the same in all runs.
 
     Attributes:
-        piece: the piece, as the first run describes it.
         classes: the runs, grouped by equal content of the piece.
         differences: run -> its difference from the first class, for every run outside of that class.
     """
@@ -200,9 +197,6 @@ class Comparison:
     Attributes:
         steps: the steps that were compared, in order; the last one differs if ``findings`` is not empty.
         left: further common steps after the one that differs, which were not compared.
-        pieces: number of shards and objects in one checkpoint.
-        bytes: size of one checkpoint in bytes.
-        findings: the pieces that differ at the last step.
         stored: the checkpoints of the last compared step, one for each run.
     """
 
@@ -317,12 +311,8 @@ def coordinates(rank: int, layout: Mapping[str, int | None], pipeline_first: boo
 
 
 def copies(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, expert: bool) -> list[int]:
-    """Return the other ranks that hold the same shard of a parameter as ``rank``: its data-parallel replicas.
-
-    Args:
-        layout: sizes as for ``coordinates``.
-        pipeline_first: as for ``coordinates``.
-        expert: whether the parameter belongs to an expert; with expert parallelism its replicas are other ranks.
+    """Return the other ranks that hold the same shard of a parameter as ``rank``: its data-parallel replicas, which are
+    others with expert parallelism for the parameter of an ``expert``. The rest is as for ``coordinates``.
     """
     spread = expert and (layout.get("ep") or 1) > 1
     group = _group(rank, layout, pipeline_first, "dp" if spread else "dp-cp", spread)
@@ -381,8 +371,6 @@ class SubjectRow:
     """The difference between two runs in one subject: a parameter, an optimizer state or a common value.
 
     Attributes:
-        run: number of the run that deviates.
-        reference: number of a run that it is compared with.
         elements: number of elements of the whole subject.
         difference: the differences of all shards merged; its positions are in the first shard that differs.
         index: index of the first differing element in the whole subject; ``()`` where elements have no order.

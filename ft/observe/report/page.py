@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from markupsafe import Markup
 
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.faults.hang.look import Look
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
@@ -28,7 +26,7 @@ from ft.observe.report.status import health, lost_nodes, lost_sentence
 from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import Recovery
-from ft.record.run import EVENTS, replicas
+from ft.record.run import EVENTS
 from ft.show import palette
 from ft.show.html import html, joined
 from ft.show.text import count, percent, seconds, shortened
@@ -170,7 +168,7 @@ def _hangs(record: Record) -> Panel | None:
     """
     parts: list[Markup] = []
     hosts = events.hosts(events.read(record.folder / EVENTS))
-    for number, read in reversed(_stored(record.folder)):
+    for number, read in reversed(looks.stored(record.folder).items()):
         if len(parts) == _MOST_HANGS:
             break
         try:
@@ -183,14 +181,6 @@ def _hangs(record: Record) -> Panel | None:
             drawn = _picture(png(look, found), "who waits for whom, back to the ranks at fault")
             parts.append(joined(drawn, html("details", f"look {number}", html("pre", as_text(look, found)))))
     return Panel("Hangs", joined(*parts)) if parts else None
-
-
-def _stored(run: Path) -> list[tuple[int, Callable[[], Look]]]:
-    """Return (number, function that reads it) of each look, the oldest first."""
-    if replicas(run):
-        moments = enumerate(looks.moments(run), 1)
-        return [(number, partial(looks.read_together, run, moment.numbers)) for number, moment in moments]
-    return [(number, partial(looks.read, run, number)) for number in looks.numbers(run)]
 
 
 def _picture(content: bytes, alt: str) -> Markup:

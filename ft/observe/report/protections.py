@@ -54,13 +54,10 @@ class Corruption:
         strategy: how operators were verified; None where no event names it.
         covered: set of the verification plan -> number of operators in it in the first iteration, summed over ranks,
             the largest set first.
-        ranks: number of ranks that reported their coverage.
         mismatches: operators whose two executions differed, or tensors that arrived different from what was sent, in
             order of time.
         rows: for each mismatch, the cells of a table with the columns ``HEAD``.
-        redone: number of attempts at steps that were repeated.
         evicted: logical ranks whose node was evicted, in order.
-        gave_up: whether the run was ended because of corruption.
         clean: number of steps that completed correctly after a mismatch.
         falls: (step, share of the operators that was verified before, the smaller share from then on).
     """
@@ -184,11 +181,7 @@ def text_table(found: Corruption) -> str:
 
 
 def _row(event: Event, follows: str) -> tuple[str, ...]:
-    """Return the cells of a mismatch.
-
-    Args:
-        follows: what DMR did after that attempt at the step, such as "step redone".
-    """
+    """Return the cells of a mismatch; ``follows``: what DMR did after that attempt, such as "step redone"."""
     detail = event.detail
 
     def said(key: str) -> str:

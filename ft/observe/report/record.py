@@ -140,7 +140,6 @@ class Effective:
     Attributes:
         measured: sum over the steps of (normal step time x share of replicas that contributed), divided by ``wall_s``.
         wall_s: total duration of the steps in seconds.
-        failures: number of failures in that time.
         between_s: ``wall_s`` per failure, None without a failure.
         stall_s: mean stall per failure in seconds, its rejoin included.
         repair_s: mean seconds until a lost replica contributed again.
@@ -159,11 +158,7 @@ class Effective:
 
 
 def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
-    """Return the effective training time of a run.
-
-    Args:
-        steps: the surviving steps, that is, the committed steps that are part of the current training state.
-    """
+    """Return the effective training time of a run, given the surviving steps."""
     wall = sum(pace.took)
     if not steps or wall <= 0:
         return Effective(None)
@@ -222,12 +217,8 @@ _ENDED = (events.FINISHED, events.STOPPED)
 
 @dataclass(frozen=True)
 class RankInterval:
-    """The interval during which a worker held a logical rank.
-
-    Attributes:
-        begin: seconds from the opening of the first epoch to the start of the interval.
-        end: seconds from the opening of the first epoch to the end of the interval.
-        is_first: whether the worker got the rank when all workers were started together.
+    """The interval during which a worker held a logical rank, in seconds since the first epoch opened; ``is_first``:
+    whether the worker got the rank when all workers were started together.
     """
 
     rank: int
@@ -292,12 +283,7 @@ def end_of_time(history: Sequence[Event], productive: float) -> float:
 
 @dataclass(frozen=True)
 class ReplicaInterval:
-    """A period in which a replica is in one state.
-
-    Attributes:
-        state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
-        begin: beginning of the period, in seconds since ``first_moment``.
-        end: end of the period, in seconds since ``first_moment``.
+    """A period in which a replica is in one state, in seconds since ``first_moment``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.
@@ -383,10 +369,6 @@ def _committed(
 
     A transition gets the time at which its step began. If an event reports a transition during the step, it gets the
     time at which the step ended.
-
-    Args:
-        took: duration of each step, in seconds.
-        reported: wall times of the transitions that events report.
     """
     found, reported, at, last = [], sorted(reported), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
@@ -400,12 +382,8 @@ def _committed(
 
 
 def _proven(state: str, last: str, is_reported: bool) -> tuple[str, ...]:
-    """Return the states that a commit may change to ``state``; an empty tuple stands for all states.
-
-    Args:
-        state: state of the replica according to this commit.
-        last: state of the replica according to the previous commit.
-        is_reported: whether an event reports a transition of the replica during this step.
+    """Return the states that a commit may change to ``state``, an empty tuple for all; ``last``: the state by the
+    previous commit; ``is_reported``: whether an event reports a transition during this step.
     """
     # A commit without the replica does not show that it is offline: it may be rebuilding or waiting to join.
     if state == OFFLINE:
@@ -448,11 +426,7 @@ _FIX = "give the folder that was given to ft run as --run-dir"
 
 @dataclass(frozen=True)
 class Replica(run.Run):
-    """The record of one replica: what its control plane and its workers have written.
-
-    Attributes:
-        commits: lines of its commit log, one for each step that it committed; empty without FT-HSDP.
-    """
+    """What the control plane and the workers of one replica have written, and the steps that it committed."""
 
     commits: list[Commit] = field(default_factory=list)
 
@@ -490,7 +464,6 @@ class Losses:
         points: (amount, loss) after each step.
         over: what the amount counts: "step", "tokens" or "samples".
         at: step -> amount at the end of that step.
-        marks: recoveries, or failures of replicas.
     """
 
     points: list[tuple[float, float]]
