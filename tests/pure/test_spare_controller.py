@@ -116,7 +116,7 @@ def test_survivors_with_slots_enough_may_need_a_deeper_stack_all_the_same(groups
     assert met
 
 
-@pytest.mark.parametrize(("groups", "redundancy"), [(40, 5), (57, 8), (60, 6)])
+@pytest.mark.parametrize(("groups", "redundancy"), [(40, 5), (57, 7), (60, 6)])
 def test_many_losses_at_once_near_the_capacity_of_the_survivors(groups, redundancy):
     """The first attempts at a stack then fail after some types were assigned, and paths of several moves are needed."""
     for seed in range(12):

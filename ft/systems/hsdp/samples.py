@@ -21,15 +21,17 @@ The position is part of the state that replicas transfer and save.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy
 
 from ft.job.quorum.values import estimated
 from ft.protection.position import Position
 
 _END = numpy.iinfo(numpy.int64).max
+Count, Size = Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Order:
@@ -142,8 +144,7 @@ class Stream:
         return rounds * self.block + min(max(rest - self.replica * self.block, 0), self.block)
 
 
-@dataclass(frozen=True)
-class Past:
+class Past(NamedTuple):
     """A former assignment.
 
     Attributes:
@@ -153,10 +154,10 @@ class Past:
         step: number of committed steps when the assignment ended.
     """
 
-    replicas: int
-    block: int
-    positions: tuple[int, ...]
-    step: int
+    replicas: Size
+    block: Size
+    positions: tuple[Count, ...]
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -177,14 +178,14 @@ class SampleAssignment:
     def __post_init__(self):
         if self.replicas < 1 or self.block < 1:
             raise ValueError(f"samples assigned to {self.replicas} replicas in blocks of {self.block}")
+        for past in self.past:
+            if len(past.positions) != past.replicas:
+                raise ValueError(f"{len(past.positions)} positions of {past.replicas} replicas")
 
-    @cached_property
+    @property
     def order(self) -> Order:
         """Return the samples that were left when this assignment began."""
-        order = Order()
-        for past in self.past:
-            order = order.without(past.replicas, past.block, past.positions)
-        return order
+        return _order_after(self.past)
 
     def stream(self, replica: int) -> Stream:
         """Return the stream of ``replica``.
@@ -261,8 +262,8 @@ class SampleAssignment:
 
     def as_values(self) -> dict[str, Any]:
         """Return the assignment as JSON values."""
-        past = [[p.replicas, p.block, list(p.positions), p.step] for p in self.past]
-        return {"replicas": self.replicas, "block": self.block, "past": past}
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "SampleAssignment":
@@ -272,10 +273,17 @@ class SampleAssignment:
             ValueError: the values do not describe an assignment.
         """
         try:
-            past = tuple(_past(*each) for each in values["past"])
-            return cls(_whole(values["replicas"], 1), _whole(values["block"], 1), past)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not an assignment of samples: {error!r}") from error
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"not an assignment of samples: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _order_after(assignments: tuple[Past, ...]) -> Order:
+    order = Order()
+    for past in assignments:
+        order = order.without(past.replicas, past.block, past.positions)
+    return order
 
 
 def merged(ranges: numpy.ndarray) -> numpy.ndarray:
@@ -302,19 +310,6 @@ def _left_places(replica: int, replicas: int, block: int, count: int, most: int)
     if len(ranges):
         ranges[0, 0] += count % block
     return ranges
-
-
-def _past(replicas: Any, block: Any, positions: Any, step: Any) -> Past:
-    replicas, counts = _whole(replicas, 1), tuple(_whole(count, 0) for count in positions)
-    if len(counts) != replicas:
-        raise ValueError(f"{len(counts)} positions of {replicas} replicas")
-    return Past(replicas, _whole(block, 1), counts, _whole(step, 0))
-
-
-def _whole(value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{value!r} where a number from {least} on belongs")
-    return value
 
 
 KEY = "replicas"

@@ -318,9 +318,9 @@ class Reducer:
         plan = items(tensor.numel(), members, me, options.chunk_bytes // 4, options.chunks)
         begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
         if tensor.device.type == "cpu":
-            chunks = numbers.of(tensor, scale, members, options.wide_sums, self._buffers)
+            chunks = numbers.of(tensor, scale, members, self._buffers)
         else:
-            chunks = Staged(tensor, scale, members, options.wide_sums, self._staging(tensor.device), plan)
+            chunks = Staged(tensor, scale, members, self._staging(tensor.device), plan)
         Flow(links, self._poller, self._pause, self._moved).run(begin, plan, chunks)
         while chunks.is_busy:
             chunks.added(wait=True)
