@@ -165,7 +165,7 @@ class Records:
         digest: int | None,
         parameters: int | None = None,
     ) -> None:
-        """Record a step that was committed. The healthy replica with the smallest number also writes ``loader_state``."""
+        """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``."""
         self._commits.write(
             Commit(
                 step=position.step,

@@ -206,7 +206,7 @@ class SampleAssignment:
         return SampleAssignment(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
-        """Return how many samples the dataset must have for a run of ``steps`` steps, so that no stream can exceed it."""
+        """Return how many samples the dataset must have, so that no stream exceeds it in a run of ``steps`` steps."""
         since = self.past[-1].step if self.past else 0
         count = (steps - since) * batch
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0

@@ -149,7 +149,7 @@ class Work:
         return reduced
 
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return [loss sum, tokens] of everything that this replica adds to the step, of this pass and of earlier ones."""
+        """Return [loss sum, tokens] of what this replica adds to the step: this pass (``sums``) and earlier ones."""
         return sums
 
     def reduced(self, tokens: torch.Tensor | None) -> None:

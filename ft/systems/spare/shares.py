@@ -16,7 +16,7 @@ from ft.systems.spare.controller import Controller
 
 
 class Patches(NamedTuple):
-    """The patch computes of a step: type -> group, and the types among them of which no host is present (a wipe-out)."""
+    """The patch computes of a step: type -> group, and the types of them of which no host is present (a wipe-out)."""
 
     groups: dict[int, int]
     adopted: tuple[int, ...]
