@@ -166,6 +166,7 @@ class Records:
         parameters: int | None = None,
     ) -> None:
         """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``."""
+        division = work.record()
         self._commits.write(
             Commit(
                 step=position.step,
@@ -179,15 +180,10 @@ class Records:
                 wall=round(time.time(), 6),
                 step_s=round(step_s, 6),
                 wait_s=round(wait_s, 6),
-                at=at if work.computed is None else None,
-                computed=None if work.computed is None else dict(work.computed),
+                at=None if division else at,
                 digest=digest,
                 parameters=parameters,
-                stack=work.stack,
-                owners=work.owners,
-                patch=work.patch,
-                covered=work.covered,
-                adopted=work.adopted,
+                **division,
             )
         )
         if self._replica == quorum.healthy[0]:
