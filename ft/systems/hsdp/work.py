@@ -122,7 +122,6 @@ class Work:
         Called on the thread that agrees on the quorum; the result is the same on all members.
 
         Args:
-            quorum: quorum of the step.
             is_planned: whether the attempt was planned before ``quorum`` was known.
         """
         return ""
@@ -145,18 +144,12 @@ class Work:
         The function may add gradients that were kept from earlier attempts to ``parts``.
 
         Args:
-            place: index of the bucket group.
-            parts: gradients of the group, flat tensors.
             reduced: waits until ``parts`` are reduced inside the replica; None: they are reduced already.
         """
         return reduced
 
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return [loss sum, tokens] of everything that this replica adds to the step, of this pass and of earlier ones.
-
-        Args:
-            sums: [loss sum, tokens] of this pass.
-        """
+        """Return [loss sum, tokens] of what this replica adds to the step: this pass (``sums``) and earlier ones."""
         return sums
 
     def reduced(self, tokens: torch.Tensor | None) -> None:
