@@ -81,7 +81,6 @@ class Begin:
 
     Attributes:
         number: number of the warm restart, 0 for the first start.
-        ranks: logical ranks of the workers to start.
         join: whether the agent first registers with the control plane again.
         anew: whether the agent also starts a new control plane without a journal, and registers with it.
     """

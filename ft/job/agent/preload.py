@@ -216,11 +216,7 @@ def _asking_package() -> str:
 
 
 class Withholding(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the import of modules and of all below them fail, in a context: they are found, and then raise Withheld.
-
-    Attributes:
-        refused: number of imports that have failed.
-    """
+    """Makes the import of modules and of all below them fail, in a context: they are found, and then raise Withheld."""
 
     def __init__(self, names: AbstractSet[str]):
         self._names, self.refused = names, 0

@@ -43,9 +43,6 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
 
     Args:
         born_of: pid of the parent, which is about to exit; the agent then becomes this process's parent.
-        agent: pid of the node agent.
-        log: file for stdout and stderr.
-        environment: variables to set.
     """
     os.setsid()
     while os.getppid() == born_of:
@@ -153,8 +150,6 @@ class Pool:
     """The pool's end of the protocol with the agent.
 
     Args:
-        sock: the socket to the agent.
-        agent: pid of the agent.
         config: {"target", "is_module", "args", "preload"} and, after a new start, {"withheld", "probes"}.
     """
 

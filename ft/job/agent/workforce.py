@@ -102,15 +102,10 @@ class Workforce:
 
     Args:
         pool: the warm pool, which forks the workers.
-        place: values that the environments of the workers have in common.
-        post: function that sends a report to the control plane.
         unwatch: function called with each channel before it is closed.
-        timeouts: timeouts of the run.
 
     Attributes:
         workers: name -> worker, from the request for it until its process has ended.
-        looks: the workers' answers to looks.
-        estates: the snapshots of killed workers.
     """
 
     def __init__(
@@ -487,8 +482,6 @@ class WorkerListener:
 
     Args:
         listener: the socket that ``listen`` returned.
-        supervisor: the agent's event loop.
-        workforce: the workers of this agent.
     """
 
     def __init__(self, listener: socket.socket, supervisor: Supervisor, workforce: Workforce):
