@@ -11,7 +11,9 @@ from ft.observe.report.record import goodput
 from ft.record.recoveries import REPLACED, RESTART, recoveries
 from ft.record.run import load
 
-_SACCT = "write it with sacct -a -P -o JobID,State,ElapsedRaw,NNodes > FILE"
+_SACCT = (
+    "write it with sacct -a -X -D -P -S 2026-01-01 -o JobID,State,ElapsedRaw,NNodes > FILE (without -S: only today)"
+)
 
 
 def of_run(folder: str) -> dict[str, tuple[float, str]]:

@@ -144,7 +144,7 @@ REQUIRED = ("gpus", "step_time", "save_time", "restart_time")
 FILES = {
     "history": ("NAME|FILE.csv", "published failures, or recorded ones, scaled to this cluster: llama3, rsc, ..."),
     "from_run": ("DIR", "take step, save, restart and recovery times from the record of this run"),
-    "from_sacct": ("FILE", "take failures of nodes from the output of sacct -P -o JobID,State,ElapsedRaw,NNodes"),
+    "from_sacct": ("FILE", "take failures of nodes from sacct -a -X -D -P -S DATE -o JobID,State,ElapsedRaw,NNodes"),
 }
 RENAMED = {
     "mtbf_gpu": "gpu_mtbf", "mtbf_node": "node_mtbf", "node_mtbf_s": "node_mtbf", "mtbf": "gpu_mtbf",
