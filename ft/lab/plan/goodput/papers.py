@@ -15,7 +15,6 @@ from ft.lab.plan.goodput import exact, model
 from ft.lab.plan.goodput.buy import progress
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.lab.plan.spare import theory
-from ft.lab.plan.spare.trials import run_trials
 from ft.protection.table import HOT_SWAP, REPLICAS, STAGES, SWAPPED
 from ft.show.text import percent, table
 from ft.systems.spare.placement import Placement
@@ -232,12 +231,13 @@ def _spare(given: argparse.Namespace) -> list[str]:
     second = table(head, rows, right=(0, *range(2, 8)))
     lines, failures, stacks, same = [], [], [], 0
     for groups, redundancy, *printed in spare_tables():
-        found = run_trials(Placement(groups, ruler(groups, redundancy)), given.trials, 1)
+        endured, stack, _ = theory.trials(Placement(groups, ruler(groups, redundancy)), given.trials, 1).T
+        endured, stack = endured.mean(), (stack / endured).mean()
         formulas = f"{theory.mu(groups, redundancy):.1f}", f"{theory.stack_lower_bound(groups, redundancy):.2f}"
         same += formulas == (printed[0], printed[2])
-        failures.append(abs(found.failures_mean / float(printed[1]) - 1))
-        stacks.append(abs(found.stack_mean - float(printed[3])))
-        simulated = f"{found.failures_mean:.1f}", f"{found.stack_mean:.2f}"
+        failures.append(abs(endured / float(printed[1]) - 1))
+        stacks.append(abs(stack - float(printed[3])))
+        simulated = f"{endured:.1f}", f"{stack:.2f}"
         lines.append((str(groups), str(redundancy), formulas[0], printed[0], simulated[0], printed[1], formulas[1],
                       printed[2], simulated[1], printed[3]))  # fmt: skip
     head = ("N", "r", "failures (3)", "paper", "trials", "paper", "stack (6)", "paper", "trials", "paper")
