@@ -8,7 +8,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.base.flags import Parser
-from ft.lab.plan.goodput import engine, exact, histories, model, scenario
+from ft.lab.plan.goodput import buy, engine, exact, histories, model, scenario
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.lab.plan.spare.theory import trials
 from ft.protection.table import HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
@@ -155,6 +155,7 @@ def test_published_histories_scale_to_a_cluster():
     assert sum(histories.history("llama3").counts.values()) == 419
     between = asked(BASE.replace("--gpu-mtbf 320h", "--history llama3").replace("64", "16384")).mtbf_s
     assert between == pytest.approx(54 * 86400 / 419, rel=0.01)
+    assert "history (Llama 3" in buy.origins(asked(BASE.replace("--gpu-mtbf 320h", "--history llama3")))
     assert {"llama3", "rsc", "b200-504", "ft-hsdp-98k", "ft-hsdp-32k"} == set(histories.names())
 
 
@@ -171,7 +172,7 @@ def test_slurms_accounting_gives_a_rate(tmp_path):
         "JobID|State|ElapsedRaw|NNodes\n1|COMPLETED|3600|8\n2|NODE_FAIL|3600|2\n2.0|FAILED|1|2\n"
     )
     found = asked(BASE.replace("--gpu-mtbf 320h", f"--from-sacct {tmp_path / 's'}"))
-    assert found.mtbf_s == pytest.approx(36000 / 8)
+    assert found.mtbf_s == pytest.approx(36000 / 8) and "1 nodes failed in 10 node hours" in buy.origins(found)
 
 
 def test_a_row_says_what_it_costs():

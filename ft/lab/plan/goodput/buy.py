@@ -119,7 +119,8 @@ def as_values(found: Answer) -> dict[str, Any]:
 
 def _said(asked: Scenario) -> dict[str, str]:
     """Return the keys that have a value -> the value, as text."""
-    return {name: shown(value, KEYS[name]) for name, value in asked.values.items() if value is not None}
+    known = {name: value for name, value in asked.values.items() if value is not None}
+    return {name: shown(value, KEYS[name]) if name in KEYS else value for name, value in known.items()}
 
 
 def as_csv(found: Answer) -> str:

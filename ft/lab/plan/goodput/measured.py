@@ -64,4 +64,6 @@ def of_sacct(path: str, repair_s: float) -> list[Cause]:
     if not failed or seconds <= 0:
         problem = f"{path} has {failed} job(s) with the state NODE_FAIL in {seconds / 3600:,.0f} node hours"
         raise UserError(problem, _SACCT)
-    return [Cause(f"node ({path}: {failed} in {seconds / 3600:,.0f} node hours)", seconds / failed, 1, 1, repair_s)]
+    return [
+        Cause(f"{path}: {failed} nodes failed in {seconds / 3600:,.0f} node hours", seconds / failed, 1, 1, repair_s)
+    ]

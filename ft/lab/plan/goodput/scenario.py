@@ -355,6 +355,7 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
     if "from_sacct" in texts:
         with problems:
             causes += measured.of_sacct(texts["from_sacct"], values["repair_time"])
+            values["from_sacct"], origin["from_sacct"] = texts["from_sacct"], f"measured ({causes[-1].name})"
     if "history" in texts:
         with problems:
             found = history(str(texts["history"]))
@@ -362,7 +363,7 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
                 trace, values["law"] = found, "trace"
             sizes = {kind: values[f"nodes_per_{kind}"] for kind in ("rack", "switch", "power")}
             causes += found.causes(values["gpus_per_node"], values["repair_time"], values["domain_repair_time"], sizes)
-            origin["gpu_mtbf"] = f"history ({found.source})"
+            values["history"], origin["history"] = str(texts["history"]), f"history ({found.source})"
     problems.refuse()
     return trace
 
