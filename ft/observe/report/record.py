@@ -449,14 +449,6 @@ class Replica(run.Run):
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A vertical line across the loss curve; ``at``: its position on the horizontal axis."""
-
-    at: float
-    colour: str
-
-
-@dataclass(frozen=True)
 class Losses:
     """The loss after each step whose loss is known.
 
@@ -464,12 +456,13 @@ class Losses:
         points: (amount, loss) after each step.
         over: what the amount counts: "step", "tokens" or "samples".
         at: step -> amount at the end of that step.
+        marks: (amount, colour) at recoveries, or at failures of replicas.
     """
 
     points: list[tuple[float, float]]
     over: str
     at: dict[int, float]
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -647,7 +640,7 @@ def _replica(folder: Path, most: int | None) -> Replica:
 def _losses_of_one(only: Replica) -> Losses:
     """Return the losses over the steps, with a mark at each step that was redone after a recovery."""
     points = [(m["step"], loss) for m in only.metrics if (loss := number(m, "loss")) is not None]
-    marks = [Mark(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
+    marks = [(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
     steps = {event.step for event in only.events if event.step is not None}
     return Losses(points, "step", {step: step for step in steps}, marks)
 
@@ -672,7 +665,7 @@ def _losses(record: Record) -> Losses:
         if loss is not None:
             points.append((amount, loss))
     failures = [one for one in record.of_kind(FAILURE) if one.first in at]
-    marks = [Mark(at[f.first], palette.FAULT) for f in failures]
+    marks = [(at[f.first], palette.FAULT) for f in failures]
     return Losses(points, "tokens" if knows else "samples", at, marks)
 
 
