@@ -5,10 +5,7 @@ still be in progress: folders of replicas may be missing, and files may end in i
 
 Goodput is the share of a run's wall time that was spent on committed steps. Steps that are rolled back and computed
 again count only once. Training begins when the first epoch opens. Effective training time (FT-HSDP, section 6.1) is the
-share of the wall time that the same work would take without failures. The example there: a failure happens every 18
-minutes; a replica is then absent for 10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas
-the effective training time is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is
-(18 - 10) / 18 = 44 %.
+share of the wall time that the same work would take without failures; the paper's example is a test.
 
 The lanes of the timeline say which worker held which logical rank, which follows from the epochs, and which state each
 replica was in, which follows from the event logs and from the replicas' commit logs.
@@ -283,7 +280,7 @@ def end_of_time(history: Sequence[Event], productive: float) -> float:
 
 @dataclass(frozen=True)
 class ReplicaInterval:
-    """A period in which a replica is in one state, in seconds since ``first_moment``.
+    """A period in which a replica is in one state, in seconds since ``Record.zero``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.
@@ -307,13 +304,6 @@ class _Transition:
     at: float
     state: str
     when: tuple[str, ...] = ()
-
-
-def first_moment(history: Sequence[tuple[int | None, Event]], steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes of replicas start: the first event or, if earlier, the first step."""
-    times = [event.wall for _, event in history[:1]]
-    times += [step.when - step.commit.step_s for step in steps[:1]]
-    return min(times, default=0.0)
 
 
 def replica_intervals(record: "Record") -> list[ReplicaInterval]:
@@ -583,7 +573,8 @@ class Record:
         """
         if not self.has_quorum:
             return origin(self.only.events)
-        return first_moment(self.history, self.steps)
+        times = [event.wall for _, event in self.history[:1]]
+        return min(times + [step.when - step.commit.step_s for step in self.steps[:1]], default=0.0)
 
     @cached_property
     def lanes(self) -> list[ReplicaInterval]:
