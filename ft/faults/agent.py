@@ -44,8 +44,8 @@ def check_allowed() -> None:
 
 
 def _has_own_namespace() -> bool:
-    """Return whether the namespace differs from that of process 1, or, if that one cannot be read, has a name
-    (``ip netns``).
+    """Return whether the namespace differs from that of process 1 or, if that cannot be read, has a name (``ip
+    netns``).
     """
     own = os.stat("/proc/self/ns/net").st_ino
     try:

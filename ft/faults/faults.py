@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.faults.flip import Flip
+from ft.net import codec
 
 STEP_PHASES = ("between", "forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 """Points of a step at which a fault can happen. between: before any work of the step; reduce: gradient reduction;
@@ -40,16 +41,9 @@ PHASES = STEP_PHASES + RECOVERY_PHASES
 _MOST_NAMED = 10
 
 ERRORS = ("recoverable", "timeout", "software", "node", "user")
-"""Exceptions that a worker can raise. recoverable: RecoverableError; timeout: TimeoutError; software: RuntimeError;
-node: ReplaceNodeError; user: UserError.
-"""
+"""Exceptions that a worker can raise (``ft.faults.worker``)."""
 COPIES = ("own", "peer")
-"""Snapshots that can be corrupted. own: the worker's own snapshot; peer: the copies of other ranks' snapshots that it
-holds.
-"""
 VALUES = ("nan", "bit")
-"""Ways to corrupt a model parameter. nan: one element becomes NaN; bit: one bit of an element is flipped."""
-
 OF_CONTROL = ("kill-control",)
 """Kinds of faults that hit the control plane."""
 OF_NODE = ("partition", "kill-agent")
@@ -66,15 +60,10 @@ class Fault:
         step: step in which it happens, counted from 1, or None. With a phase of a recovery: the fault happens in the
             recovery that interrupts this step, or in the next recovery after it.
         time: seconds from the beginning of training, if ``step`` is None.
-        rank: logical rank that it hits, or None.
         node: node all of whose workers it hits, or None. For kill-control, rank and node are None.
         phase: one of ``PHASES``; only with ``step``.
         seconds: duration in seconds; None for a momentary fault, or for one that never ends.
         factor: for kind slow, the step time with the fault divided by the step time without it.
-        error: for kind exception, one of ``ERRORS``.
-        copies: for kind corrupt-snapshot, which snapshots are hit: one of ``COPIES``.
-        value: for kind corrupt-tensor, how the parameter is changed: one of ``VALUES``.
-        flip: for kind bit-flip, which results are hit and how.
     """
 
     number: int
@@ -110,11 +99,7 @@ class Fault:
 
     def values(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
-        return {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, _NOTHING)}
-
-
-_NOTHING = object()
-_DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
+        return {f.name: codec.to_json(value) for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 class Alarm:
@@ -123,7 +108,6 @@ class Alarm:
     If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
 
     Args:
-        faults: planned faults that have a ``time``.
         began: wall-clock time in seconds from which their times count.
     """
 
@@ -152,7 +136,6 @@ class FaultTimer:
     """What the injectors of agents and workers share: which faults have happened, and the alarm for those with a time.
 
     Args:
-        mine: the planned faults that this process carries out.
         announce: called before each fault; returns once the fault is recorded. After a SIGKILL nothing could be
             reported.
         fired: numbers of the faults that have happened; a repeated step has no fault the second time.
@@ -201,8 +184,8 @@ def from_json(text: str) -> list[Fault]:
         UserError: the text is not valid.
     """
     try:
-        return [_fault(values) for values in bounded_json.loads(text)]
-    except (ValueError, TypeError) as error:
+        return codec.from_json(list[Fault], bounded_json.loads(text))
+    except (ValueError, codec.BadMessage) as error:
         raise UserError(
             f"this is not a list of planned faults: {error}", "unset FT_FAULTS: ft run writes this file"
         ) from error
@@ -232,11 +215,6 @@ def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
         raise UserError(f"the planned faults cannot be read: {error}", "unset FT_FAULTS: ft run sets it") from error
 
 
-def _fault(values: dict[str, Any]) -> Fault:
-    fault = Fault(**values)
-    return fault if fault.flip is None else replace(fault, flip=Flip(**fault.flip))
-
-
 def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
     """Return the faults that were not injected yet, according to the events of the run, or replica, in ``folder``."""
     done = _injected(folder)
@@ -244,11 +222,7 @@ def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
 
 
 def missed(run_dir: Path) -> str:
-    """Return one sentence about the planned faults of a run that were not injected, "" if there are none.
-
-    Args:
-        run_dir: directory of a run or of one replica. The agents have left their files of planned faults in it.
-    """
+    """Return one sentence about the planned faults of a run or replica that did not happen, "" if there are none."""
     names, count = [], 0
     for folder in (run_dir, *sorted(run_dir.glob("replica-*"))):
         where = "" if folder == run_dir else f" of {folder.name}"

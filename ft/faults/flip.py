@@ -29,7 +29,6 @@ class Key:
 
     Attributes:
         read: returns the value, from text or a JSON value; raises ValueError or TypeError.
-        allowed: what is allowed, in words.
         says: what the key says, as a sentence.
         kinds: the kinds of faults that accept it; empty: all.
     """
@@ -47,15 +46,12 @@ class Flip:
     Attributes:
         operator: torch's name of the operator: "mm"; "add_" matches all its overloads, "add_.Tensor" one; * and ? are
             wildcards. Or one of ``PAYLOADS``: data from another pipeline stage, or the result of an all-reduce.
-        phase: one of ``PHASES``, or ANY.
         execution: PRIMARY (the execution whose result is used), CHECKER (the one that is compared with it), or ANY.
         bit: bit number, counted from the lowest; None: a random bit each time.
         mode: ONCE: only the first matching result. REPEAT: every matching result. STUCK: from the first hit on, the
             same bit of the same element has a constant value, in one execution of each operator. This models one
             defective unit of the device; a random draw decides which of the two executions runs on it. (DMR cannot
             detect a bit that is stuck in both executions.)
-        nth: number of the first matching result that may be hit, counted from 1.
-        probability: probability of each matching result to be hit.
     """
 
     operator: str = ANY

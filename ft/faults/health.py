@@ -38,10 +38,6 @@ class Rule:
 
     Attributes:
         observation: name of the observation; with "*" at its end, all names that begin so.
-        condition: one of the conditions of this module.
-        limit: the number that the condition compares with.
-        category: class of fault, as in ``ft.faults.verdict``.
-        action: WATCH, EVICT or DRAIN.
         cause: where the cause is. Only a fault of this device is a reason to act against it.
         meaning: what was observed, as the beginning of a sentence.
         advice: what a person should do, as a sentence.
@@ -423,7 +419,6 @@ class Finding:
 
     Attributes:
         device: name of the device, "" for the node as a whole.
-        reason: what was observed, with its value.
         when: wall time of the (last) observation in seconds since 1970.
     """
 
@@ -468,7 +463,6 @@ def informed(guess: Verdict, findings: Iterable[Finding], device: str) -> Verdic
     cause may be a peer's, so a verdict never becomes worse for what others have done.
 
     Args:
-        guess: the verdict by the text of the exception.
         findings: the findings of the worker's node since shortly before the failure.
         device: name of the worker's device, such as "gpu3"; "" if it has none.
     """

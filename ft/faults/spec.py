@@ -45,8 +45,6 @@ class Distribution:
     Attributes:
         family: "exponential" (memoryless) or "weibull" (``shape`` < 1: failures come in bursts; > 1: wear-out).
         scale: mean of the exponential or scale of the Weibull distribution, in seconds or steps.
-        shape: shape of the Weibull distribution; 1 for the exponential one.
-        in_steps: whether the scale is in steps instead of seconds.
     """
 
     family: str
@@ -210,11 +208,8 @@ class FaultSpec(Fault):
     Exactly one of ``step``, ``time`` and ``every`` is not None. What is not listed here is as in ``Fault``.
 
     Attributes:
-        text: the entry as written, for messages.
-        every: distribution of the times between faults.
         rank: logical rank that is hit, "random", or None.
         node: node that is hit, "random", or None.
-        count: maximum number of faults of a distribution.
         until: seconds from the beginning of training after which a distribution causes no more faults.
         replica: replica to which ``rank`` or ``node`` belongs, or "random". None: ranks and nodes are numbered over all
             replicas.
@@ -330,11 +325,7 @@ _FIELDS = {"for": "seconds"}
 
 @dataclass(frozen=True)
 class Scenario:
-    """The content of a scenario file.
-
-    Attributes:
-        seed: seed for random victims and times, or None if the file has none.
-    """
+    """The content of a scenario file; ``seed``: for random victims and times, None if the file has none."""
 
     specs: list[FaultSpec]
     seed: int | None = None
@@ -412,7 +403,6 @@ def schedule(
     Args:
         nodes: names of the nodes, in the order of their node ranks. The first node hosts the control plane; a random
             node is one of the others if there are any.
-        horizon_s: limit for drawn times, in seconds.
 
     Raises:
         UserError: a victim does not exist.

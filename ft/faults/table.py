@@ -43,9 +43,7 @@ class Row:
     """One kind of fault, or one variant of a kind that has another outcome than its other variants.
 
     Attributes:
-        kind: name in ``--inject``.
         outcome: key of ``MEANING``: the result if nothing else fails.
-        seen: what a person who watches the run sees.
         sign: what the failure policy says when the control plane detects it, or None if it detects nothing.
         seldom: other signals of the same category that the same fault can lead to.
         answer: what the system does in addition to the meaning of the outcome.

@@ -40,8 +40,6 @@ class Verdict:
 
     Attributes:
         category: a row of DEADPOOL, table II, STRAGGLER or USER.
-        action: RETRY (keep the worker and repeat), REPLACE (by a standby), RESTART (all workers) or STOP.
-        reason: explanation for the user.
         signal: a word or two for the observation that revealed the failure.
         node_suspect: whether the node is at fault, not only the process; then no further worker is started there.
         key: text that is equal for equal errors.
@@ -196,7 +194,6 @@ def of_standstill(group: str, seconds: float, limit_s: float, cause: str = "") -
     Args:
         group: name of the process group in which this worker waits.
         seconds: time for which it has waited.
-        cause: the cause, for people; "": unknown.
     """
     reason = f"all workers wait, this one in {group} for {seconds:.1f} s (limit {limit_s:.1f} s)"
     reason += f"; {cause}" if cause else ""
@@ -212,9 +209,7 @@ def of_suspicion(group: str, message: str) -> Verdict:
 
 
 def of_lost_agent(node: str, why: str) -> Verdict:
-    """Classify the loss of an agent. All workers of its node are lost with it, because nothing else could kill or
-    watch them. ``node``: name of the node, for people.
-    """
+    """Classify the loss of an agent and of all workers of its node: nothing else could kill or watch them."""
     return Verdict(HOST, REPLACE, f"node {node} is lost: {why}", NODE_LOST, True, key="node lost")
 
 
@@ -223,7 +218,6 @@ def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
 
     Args:
         what: what the worker has not done, as the beginning of a sentence that goes on with "within 10 s".
-        action: REPLACE or another action of this module.
     """
     category = HOST if action == REPLACE else TRANSIENT
     return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline", in_vain=True)
@@ -237,7 +231,6 @@ def of_straggler(ratio: float, factor: float, cause: str, has_device: bool = Fal
     Args:
         ratio: time of its own work in a step divided by that of the others.
         factor: the ratio from which on a straggler is replaced.
-        cause: the kind of work that takes it longer.
         has_device: whether the worker computes on a device of its node.
     """
     reason = f"its own work takes {ratio:.2f} times as long as that of the others (limit {factor:g}), mostly {cause}"

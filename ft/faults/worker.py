@@ -33,10 +33,8 @@ _FILES_LEFT = 16
 
 
 def use_up_memory(fault: Fault) -> None:
-    """Use up the address space.
-
-    Raises:
-        MemoryError: always. Its traceback keeps the allocated memory alive, so the shortage lasts as long as the error.
+    """Use up the address space. The traceback of the MemoryError, which always comes, keeps the memory as long as the
+    error lasts.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _ROOM)
@@ -46,11 +44,7 @@ def use_up_memory(fault: Fault) -> None:
 
 
 def use_up_files(fault: Fault) -> None:
-    """Use up the file descriptors, for the rest of the life of the process.
-
-    Raises:
-        OSError: always, with EMFILE.
-    """
+    """Use up the file descriptors, for the rest of the life of the process; always raises OSError with EMFILE."""
     used = max(map(int, os.listdir("/proc/self/fd")))
     _lower(resource.RLIMIT_NOFILE, used + _FILES_LEFT)
     while True:
@@ -58,9 +52,7 @@ def use_up_files(fault: Fault) -> None:
 
 
 def fill_disk(fault: Fault) -> None:
-    """Let no file of this process grow for ``fault.seconds``: writes fail with EFBIG, similar to ENOSPC on a full
-    disk.
-    """
+    """Let no file of this process grow for ``fault.seconds``: writes fail with EFBIG, as with ENOSPC on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     timer = threading.Timer(fault.seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
@@ -69,11 +61,7 @@ def fill_disk(fault: Fault) -> None:
 
 
 def fail_read(fault: Fault) -> None:
-    """Read from an address that the kernel cannot read.
-
-    Raises:
-        OSError: always, with EIO.
-    """
+    """Read from an address that the kernel cannot read; always raises OSError with EIO."""
     with open("/proc/self/mem", "rb", buffering=0) as file:
         file.read(1)  # address 0, which is never mapped
 
@@ -181,15 +169,7 @@ def _wake_later(seconds: float) -> subprocess.Popen:
 
 
 def damage_checkpoint(checkpoint: Path, kind: str) -> Path:
-    """Damage the largest file of a checkpoint.
-
-    Args:
-        kind: "corrupt-checkpoint" (flip one bit), "truncate-checkpoint" (remove the second half of the file) or
-            "remove-checkpoint" (remove the file).
-
-    Returns:
-        The path of the file.
-    """
+    """Damage the largest file of a checkpoint, as the kind of the fault says; return its path."""
     files = [path for path in checkpoint.iterdir() if path.suffix == ".distcp"]
     file = max(files, key=lambda path: (path.stat().st_size, path.name))
     if kind == "remove-checkpoint":
@@ -210,12 +190,7 @@ _REPORT_DELAY_S = 0.3
 
 
 class Frames:
-    """Filter for the chunks of one snapshot transfer.
-
-    Args:
-        kind: kind of the fault, which ends in "frame" or "frames".
-        seconds: delay in seconds, for the kind that delays.
-    """
+    """Filter for the chunks of one snapshot transfer."""
 
     def __init__(self, kind: str, seconds: float | None):
         self._how, self._seconds = kind.partition("-")[0], seconds or 0.0
@@ -250,9 +225,6 @@ class Reports:
     """Filter for the reports of a worker during a number of seconds; thread-safe.
 
     The report that a fault is injected passes unchanged: it is the record that keeps the fault from happening again.
-
-    Args:
-        kind: kind of the fault, which ends in "reports".
     """
 
     def __init__(self, kind: str, seconds: float, clock: Callable[[], float] = time.monotonic):
@@ -299,9 +271,6 @@ class Injector(FaultTimer):
     """Carries out the planned faults of one logical rank, in the worker that holds it.
 
     Args:
-        fired: numbers of the faults that have happened; a repeated step has no fault the second time.
-        announce: called before each fault; returns once the fault is recorded. After a SIGKILL the worker could not
-            report.
         actions: carries out the faults that need the worker's session.
         began: wall-clock time in seconds at which training began; default: now.
     """

@@ -62,8 +62,6 @@ def plant(injector: Injector, chunks: Sequence[nn.Module], step: Callable[[], in
     """Install the hooks for the planned forward and backward faults of this rank, if there are any.
 
     Args:
-        injector: the planned faults of this rank.
-        chunks: the model chunks of this rank (virtual pipeline stages).
         step: returns the number of the present step, counted from 1.
 
     Returns:

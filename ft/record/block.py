@@ -29,7 +29,6 @@ class Cause(NamedTuple):
     """The cause of a hang, for people.
 
     Attributes:
-        what: its kind, and the ranks at fault.
         why: how that is known, or where the rank is.
         more: the command that says everything.
     """
@@ -82,10 +81,8 @@ _PHASE_WORDS = {
 
 
 def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
-    """Return 8 to 15 lines of text about the last recovery in ``history``, or "" if there is none.
-
-    Args:
-        run: folder of the run, for the cause of a hang; None leaves it out.
+    """Return 8 to 15 lines about the last recovery in ``history``, "" if there is none; with the folder of the run,
+    those about a hang have its cause.
     """
     all_of_them = found.recoveries(history)
     if not all_of_them:
@@ -95,11 +92,7 @@ def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
 
 
 def describe(recovery: Recovery, cause: Cause | None = None) -> str:
-    """Return one recovery as text.
-
-    The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
-    took.
-    """
+    """Return one recovery as text: what failed, the verdict and why, who took over, and how long each phase took."""
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [
         title.ljust(_WIDTH, "-"),

@@ -7,8 +7,9 @@ run; the launcher that keeps the quorum server adds what the operating system sa
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Across, Look, Rank, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
-from ft.record.run import NOT_ENDED, load, read_status, replicas
+from ft.record.run import NOT_ENDED, entries, load, read_status, replicas
+from ft.show.text import spans
 
 _FOLDER, _WANTED, _SERVER = "looks", "wanted", "server.jsonl"
 _WALL = re.compile(rb'"wall":\s*([0-9.e+]+)')
@@ -40,19 +42,6 @@ class _Part:
     across: dict[str, Across] = field(default_factory=dict)
     number: int = 0
     node: str = ""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Looks at several replicas at about the same time.
-
-    Attributes:
-        wall: time of the first of them, in seconds since 1970.
-        numbers: replica -> number of its look.
-    """
-
-    wall: float
-    numbers: Mapping[int, int]
 
 
 def path(run: Path, number: int, node: str) -> Path:
@@ -116,7 +105,7 @@ def _read(run: Path, number: int) -> Look:
     paths = sorted((run / _FOLDER / f"{number:04d}").glob("*.json"))
     if not paths:
         raise UserError(f"{run} has no look {number}", "list the folder looks in it")
-    return _united([_stored(path) for path in paths])
+    return _united([_part(path, str(path)) for path in paths])
 
 
 def _united(parts: Sequence[_Part]) -> Look:
@@ -133,21 +122,10 @@ def _united(parts: Sequence[_Part]) -> Look:
 
 def _part(values: Any, source: str) -> _Part:
     try:
-        return from_json(_Part, values)
-    except BadMessage as error:
-        raise _unreadable(source, error) from error
-
-
-def _stored(file: Path) -> _Part:
-    try:
-        values = bounded_json.loads(files.read(file))
-    except (OSError, ValueError) as error:
-        raise _unreadable(str(file), error) from error
-    return _part(values, str(file))
-
-
-def _unreadable(source: str, error: Exception) -> UserError:
-    return UserError(f"{source} cannot be read ({type(error).__name__}: {error})", "choose another look with --look")
+        return from_json(_Part, bounded_json.loads(files.read(values)) if isinstance(values, Path) else values)
+    except (OSError, ValueError, BadMessage) as error:
+        problem = f"{source} cannot be read ({type(error).__name__}: {error})"
+        raise UserError(problem, "choose another look with --look") from error
 
 
 # --- runs of replicas ------------------------------------------------------------------------------------------------
@@ -160,29 +138,34 @@ def _replica(run: Path) -> int | None:
     return next((number for number, own in known.items() if own == run), None)
 
 
-def moments(run: Path) -> list[Moment]:
-    """Return the moments of which a run of replicas has looks, the oldest first."""
-    found = [
+def together(found: Iterable[tuple[float, int, int]]) -> list[dict[int, int]]:
+    """Return which looks are those of one moment, the oldest first: looks at different replicas, none long after the
+    first of them, as replica -> number.
+
+    Args:
+        found: (time in seconds since 1970, replica, number) of each look.
+    """
+    moments: list[dict[int, int]] = []
+    began = 0.0
+    for wall, replica, number in sorted(found):
+        if not moments or replica in moments[-1] or wall - began > _MOMENT_S:
+            moments.append({})
+            began = wall
+        moments[-1][replica] = number
+    return moments
+
+
+def stored(run: Path) -> dict[int, Callable[[], Look]]:
+    """Return number -> function that reads it, for each stored look; one at replicas is at those of the same moment."""
+    if not (own := replicas(run)):
+        return {number: partial(read, run, number) for number in numbers(run)}
+    taken = [
         (wall, replica, number)
-        for replica, folder in replicas(run).items()
+        for replica, folder in own.items()
         for number in numbers(folder)
         if (wall := _taken_at(folder, number)) is not None
     ]
-    return together(found)
-
-
-def together(found: Iterable[tuple[float, int, int]]) -> list[Moment]:
-    """Return which looks belong to one moment: looks at different replicas, none long after the first of them.
-
-    Args:
-        found: (time, replica, number) of each look.
-    """
-    moments: list[tuple[float, dict[int, int]]] = []
-    for wall, replica, number in sorted(found):
-        if not moments or replica in moments[-1][1] or wall - moments[-1][0] > _MOMENT_S:
-            moments.append((wall, {}))
-        moments[-1][1][replica] = number
-    return [Moment(wall, looks) for wall, looks in moments]
+    return {number: partial(read_together, run, looks) for number, looks in enumerate(together(taken), 1)}
 
 
 def _taken_at(folder: Path, number: int) -> float | None:
@@ -201,7 +184,6 @@ def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ())
     """Return one look at the replicas of a run.
 
     Args:
-        looks: replica -> number of its look.
         lost: replicas that were asked and have not answered.
 
     Raises:
@@ -217,10 +199,7 @@ def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ())
 
 
 def note_server(run: Path, wall: float, said: Rank) -> None:
-    """Store what the operating system says of the quorum server's process.
-
-    Args:
-        wall: when, in seconds since 1970.
+    """Store what the operating system says of the quorum server's process at a time, in seconds since 1970.
 
     Raises:
         OSError: the folder cannot be written.
@@ -232,14 +211,9 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
 
 def _server(run: Path, wall: float) -> Rank | None:
     """Return what is known of the quorum server's process at the time of a look."""
-    try:
-        lines = files.read_text(run / _FOLDER / _SERVER).splitlines()
-    except OSError:
-        return None
     best: tuple[float, Any] | None = None
-    for line in lines:
+    for values in entries(run / _FOLDER / _SERVER):
         try:
-            values = bounded_json.loads(line)
             apart = abs(float(values["wall"]) - wall)
         except (ValueError, KeyError, TypeError):
             continue
@@ -274,56 +248,33 @@ def looks_of(folder: Path, number: int | None, wanted: int, every_s: float) -> l
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", "give the folder that was given to ft run as --run-dir")
-    if own := replicas(folder):
-        return _of_replicas(folder, own, number, wanted, every_s)
-    taken: list[Look] = []
-    if wanted and _is_live(folder):
-        for at in range(wanted):
-            if at:
-                time.sleep(every_s)
-            if (new := ask(folder)) is None:
-                break
-            taken.append(read(folder, new))
-    if taken:
-        return taken
-    known = numbers(folder)
-    if number is None and not known:
-        raise _nothing(folder)
-    return [read(folder, known[-1] if number is None else number)]
-
-
-def _nothing(folder: Path) -> UserError:
-    return UserError(
-        f"{folder} contains no look at its workers",
-        "looks are taken before a time limit passes, or when this command runs while the run does",
-    )
-
-
-def _of_replicas(
-    folder: Path, folders: Mapping[int, Path], number: int | None, wanted: int, every_s: float
-) -> list[Look]:
-    live = {replica: own for replica, own in folders.items() if wanted and _is_live(own)}
+    own = replicas(folder)
+    live = {replica: one for replica, one in (own or {0: folder}).items() if wanted and _is_live(one)}
     taken: list[Look] = []
     lost: set[int] = set()
-    for at in range(max(2, wanted) if live else 0):
+    for at in range(max(2 if own else 1, wanted) if live else 0):
         if at:
             time.sleep(every_s)
-        before = {replica: read_status(own) for replica, own in live.items()}
+        before = {replica: read_status(one) for replica, one in live.items()}
         found = _ask(live)
         if not found:
             break
         # A control plane that lives writes its status twice a second.
         lost |= {one for one in live.keys() - found.keys() if before[one] and before[one] == read_status(live[one])}
-        taken.append(read_together(folder, found, lost))
+        taken.append(read_together(folder, found, lost) if own else read(folder, found[0]))
         live = {replica: live[replica] for replica in found}
     if taken:
         return taken
-    known = moments(folder)
+    known = stored(folder)
     if not known:
-        raise _nothing(folder)
-    if number is not None and not 1 <= number <= len(known):
-        raise UserError(f"{folder} has no look {number}", f"it has looks 1 to {len(known)}, each at all replicas")
-    return [read_together(folder, known[-1 if number is None else number - 1].numbers)]
+        raise UserError(
+            f"{folder} contains no look at its workers",
+            "looks are taken before a time limit passes, or when this command runs while the run does",
+        )
+    number = max(known) if number is None else number
+    if number not in known:
+        raise UserError(f"{folder} has no look {number}", f"it has looks {spans(known)}")
+    return [known[number]()]
 
 
 def _is_live(folder: Path) -> bool:
@@ -333,24 +284,18 @@ def _is_live(folder: Path) -> bool:
         return False
 
 
-def ask(folder: Path) -> int | None:
-    """Ask a run, or one replica, for a look. Return its number, or None if no answer comes."""
-    return _ask({0: folder}).get(0)
-
-
 def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
-    """Ask runs, or all replicas of one, for a look at the same time.
-
-    Args:
-        folders: replica -> its folder.
-
-    Returns:
-        Replica -> number of its look, for those that have answered.
+    """Ask runs, or all replicas of one, for a look at the same time; return replica -> number of its look, for those
+    that have answered.
     """
     known = {replica: set(numbers(folder)) for replica, folder in folders.items()}
     nodes = {replica: _nodes(read_status(folder)) for replica, folder in folders.items()}
     for folder in folders.values():
-        _want(folder)
+        try:
+            want(folder, _ASKED)
+        except OSError as error:
+            fix = "read a stored look with --stored"
+            raise UserError(f"{folder} cannot be written: {error.strerror}", fix) from error
     found: dict[int, int] = {}
     deadline = until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and found.keys() != folders.keys():
@@ -365,13 +310,6 @@ def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
     for replica in folders.keys() - found.keys():
         wanted(folders[replica]).unlink(missing_ok=True)
     return found
-
-
-def _want(folder: Path) -> None:
-    try:
-        want(folder, _ASKED)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}", "read a stored look with --stored") from error
 
 
 def _nodes(status: Mapping[str, Any]) -> set[str]:

@@ -32,11 +32,7 @@ _HARMLESS_KINDS = {kind for kind in NAMES if all(row.outcome in (HARMLESS, UNNOT
 
 @dataclass(frozen=True)
 class SeatChange:
-    """A logical rank that is held by another worker after a recovery than before.
-
-    Attributes:
-        before: name of the previous worker, None where it is unknown.
-    """
+    """A logical rank that is held by another worker after a recovery than before; None: unknown by whom before."""
 
     rank: int
     before: str | None
@@ -48,23 +44,14 @@ class Recovery:
     """One interruption of training and how it ended.
 
     Attributes:
-        number: number of the recovery, from 1.
-        closed: the epoch that was closed, or None.
-        epoch: the epoch in which training continued, or None.
         outcome: REPLACED (a standby took over), IN_PLACE (the same workers continued), RESTART (from the checkpoint),
             STOPPED (the run ended), or UNDER_WAY (not over yet).
-        injected: the injected faults that caused the recovery.
-        detected: the events that report a detected fault, in order of time.
         began: the first event of the recovery, from which phases are measured.
         detected_at: wall time of the first detection or, where none is on record, of the recovery's first event.
-        ended: the event that ended the recovery, or None.
-        seats: the logical ranks that changed workers.
         phases: name -> seconds, for the phases that are known, in order.
         total: seconds from ``began`` to ``ended``, None while under way.
         step: the committed step from which training continued, or None.
         steps_redone: steps that were computed again, the interrupted one included; None where unknown.
-        rebuilt: number of process groups that were rebuilt, None where unknown.
-        kept: number of process groups that were kept, None where unknown.
         deferred: number of process groups that are rebuilt on first use, None where unknown.
         sources: logical rank -> where its state came from, such as a peer's memory.
         attempts: number of epochs that were opened until training continued, at least 1.
@@ -170,8 +157,6 @@ class _Open:
 
     Attributes:
         seats_before: logical rank -> worker before the recovery.
-        injected: the injected faults that caused the recovery.
-        events: all events of the recovery so far.
     """
 
     seats_before: dict[int, str]

@@ -4,7 +4,7 @@ The findings are a pure function of what was read; reading is separate.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ class Node:
     """One agent of the run.
 
     Attributes:
-        name: its name, such as "n1".
         claimed_at: time at which it took its name, the first thing that it does, in seconds since 1970; None: unknown.
         joined: the event of its joining, None if the control plane never heard of it.
         last_words: the last lines of its warm pool's log.
@@ -72,9 +71,6 @@ class Start:
     """What a run's folder says about its start.
 
     Attributes:
-        nodes: its agents, by name.
-        expected: number of nodes, 0 if unknown.
-        world_size: number of logical ranks, 0 if unknown.
         started: logical ranks whose workers were started.
         ready: logical ranks whose workers have connected.
         has_begun: whether a step has begun, as far as the run tells: a script of one's own may not tell.
@@ -86,7 +82,6 @@ class Start:
         endpoint: host:port of the control plane that was tried from this machine, "" if none was.
         unreachable: why it cannot be connected to, "" if it can.
         holder: the process of this machine that listens there, "" if none does or it is another machine.
-        control_log: last lines of the control plane's log.
         crashed: the first cause of the workers' errors, "" without errors.
     """
 
@@ -295,23 +290,13 @@ def _expected(nodes: Mapping[str, Node]) -> int:
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> list[int]:
-    """Return the logical ranks whose workers have connected to their agents, by the reports in the journal."""
-    found = []
-    try:
-        with open(journal, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if '"WorkerReady"' not in line:
-                    continue
-                try:
-                    report = bounded_json.loads(line, non_finite=True).get("report") or {}
-                except (ValueError, AttributeError):
-                    continue
-                rank = ranks.get(report.get("worker"))
-                found += [rank] if rank is not None and report.get("kind") == "WorkerReady" else []
-    except OSError:
-        pass
-    return found
+def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> Iterator[int]:
+    """Yield the logical ranks whose workers have connected to their agents, by the reports in the journal."""
+    for entry in run.entries(journal, ('"WorkerReady"',)):
+        report = entry.get("report") or {}
+        rank = ranks.get(report.get("worker"))
+        if rank is not None and report.get("kind") == "WorkerReady":
+            yield rank
 
 
 def _messages(folder: Path, since: float) -> dict[str, str]:

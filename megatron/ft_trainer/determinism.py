@@ -9,51 +9,27 @@ below torch (cuBLAS, NCCL) are configured by environment variables, which they r
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from ft.base.errors import UserError
 
-
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable that makes a library reproducible.
-
-    Args:
-        name: name of the variable.
-        default: the value to set if the variable is not set.
-        allowed: the values with which the library is reproducible.
-        why: the effect of the variable.
-    """
-
-    name: str
-    default: str
-    allowed: tuple[str, ...]
-    why: str
-
-
-NEEDED = (
-    Variable(
-        "CUBLAS_WORKSPACE_CONFIG",
-        ":4096:8",
+NEEDED = {
+    "CUBLAS_WORKSPACE_CONFIG": (
         (":4096:8", ":16:8"),
         "cuBLAS sums in a fixed order only with workspaces of a fixed size",
     ),
-    Variable(
-        "NCCL_ALGO",
-        "Ring",
+    "NCCL_ALGO": (
         ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
         "NCCL must not choose among algorithms that sum in different orders",
     ),
-    Variable(
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "0",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": (
         ("0",),
         "Transformer Engine's attention has backward kernels that add in no fixed order",
     ),
-)
-"""Variables of cuBLAS (torch's notes on reproducibility), NCCL (values as in Megatron-LM) and Transformer Engine."""
+}
+"""Variable of cuBLAS (torch's notes on reproducibility), NCCL (values as in Megatron-LM) and Transformer Engine -> (the
+values with which the library is reproducible, the default first; why)."""
 
 
 def missing(environment: Mapping[str, str]) -> dict[str, str]:
@@ -62,14 +38,13 @@ def missing(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UserError: a variable is set to a value with which a library is not reproducible.
     """
-    for needed in NEEDED:
-        found = environment.get(needed.name, needed.default)
-        if found not in needed.allowed:
+    for name, (allowed, why) in NEEDED.items():
+        if environment.get(name, allowed[0]) not in allowed:
             raise UserError(
-                f"--deterministic-mode with {needed.name}={found}: {needed.why}",
-                f"unset it, or set it to {' or '.join(needed.allowed)}",
+                f"--deterministic-mode with {name}={environment[name]}: {why}",
+                f"unset it, or set it to {' or '.join(allowed)}",
             )
-    return {needed.name: needed.default for needed in NEEDED if needed.name not in environment}
+    return {name: allowed[0] for name, (allowed, _) in NEEDED.items() if name not in environment}
 
 
 def enforce() -> None:

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def launch(options: Options) -> int:
     try:
         place = launch_from(os.environ)
         has_te = patches.platform().offers("transformer_engine")
-        has_gpu, replicas = patches.platform().name == "cuda", replicas_of(os.environ)
+        has_gpu, replicas = patches.platform().name == "cuda", int(os.environ.get("FT_HSDP_REPLICAS", "0"))
         if options.checkpoint.save_interval == AUTO:
             options.checkpoint.save_interval = save_interval(os.environ)
         layout = check(options, place.world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
@@ -55,22 +54,12 @@ def launch(options: Options) -> int:
     if options.logging.metrics_file is None and "FT_RUN_DIR" in os.environ:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if options.fault_tolerance.ft_dmr_profile is not None:
-        write_nothing(options)
+        # a profiling run leaves no trace in the checkpoints and metrics of the real run
+        options.checkpoint.save = options.logging.metrics_file = None
     for feature in sorted(protections.features):
         patches.apply(feature)
     start = launch_worker if protections.joins_run else launch_plain
     return start(options, layout, place, protections)
-
-
-def replicas_of(environment: Mapping[str, str]) -> int:
-    """Return the number of replicas of the model, which ``ft run`` sets for its workers; 0: there are none."""
-    return int(environment.get("FT_HSDP_REPLICAS", "0"))
-
-
-def write_nothing(options: Options) -> None:
-    """Switch off checkpoints, metrics and logs, so that a profiling run leaves no trace in those of the real run."""
-    options.checkpoint.save = None
-    options.logging.metrics_file = None
 
 
 def launch_worker(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:

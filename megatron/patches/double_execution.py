@@ -27,18 +27,15 @@ _ALL_GATHER, _REDUCE_SCATTER = "dist_all_gather_func", "dist_reduce_scatter_func
 
 
 class Listener(Protocol):
-    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``.
-
-    Attributes:
-        is_active: the hooks call this object; False outside of protected training steps.
+    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``. ``is_active``: whether they call it
+    now.
     """
 
     is_active: bool
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
-        """Note for each microbatch of this iteration the stages in the order in which it passes them.
-
-        Not called if the microbatches pass the stages in the order of their numbers.
+        """Note for each microbatch of this iteration the stages in the order in which it passes them, if not in that of
+        their numbers.
         """
 
     def forward_step(
@@ -49,11 +46,9 @@ class Listener(Protocol):
         outputs_of: Callable[[Any], Any],
         number: int | None = None,
     ) -> Any:
-        """Run ``step``, the forward pass of a microbatch on a model chunk, and return its result.
+        """Run ``step``, core's forward pass of a microbatch on model chunk number ``chunk``, and return its result.
 
         Args:
-            step: core's forward step without arguments.
-            chunk: index of the model chunk on this rank.
             inputs: the activations that the chunk gets.
             outputs_of: returns the output activations, given the result of ``step``.
             number: number of the microbatch; None: the next one of the chunk.
@@ -63,27 +58,22 @@ class Listener(Protocol):
         """Run ``step``, the backward pass from ``output`` with the output's ``gradients``, and return its result."""
 
     def recomputed(self, function: Callable) -> Callable:
-        """Return a replacement for ``function``, which activation checkpointing calls twice.
-
-        The first call is in the forward pass, the second in the backward pass.
+        """Return a replacement for ``function``, which activation checkpointing calls in the forward and in the
+        backward.
         """
 
     def window(self, kind: str) -> None:
-        """Begin a window: communication is in flight, and this rank is about to wait for it.
-
-        Args:
-            kind: the kind of communication: "p2p" (between pipeline stages), "dp" (gradient reduction) or "tp"
-                (other collectives).
+        """Begin a window: this rank is about to wait for communication between pipeline stages (``kind`` "p2p"), for
+        the
+        reduction of gradients ("dp") or for another collective ("tp").
         """
 
     def waited(self) -> None:
         """End the window: the communication is complete."""
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Begin a window whose duration varies between iterations, as with the all-to-all of MoE layers.
-
-        Args:
-            is_over: returns whether the communication is complete.
+        """Begin a window whose duration varies between iterations, as with the all-to-all of MoE layers, until
+        ``is_over``.
         """
 
     def communicates(
@@ -118,13 +108,7 @@ class Listener(Protocol):
         """Note that all collectives that write into the memory of ``tensors`` are complete."""
 
     def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
-        """Execute a graph that ``torch.compile`` has compiled, and return its results.
-
-        Args:
-            graph: the graph.
-            run: executes it on a list of inputs, which it empties.
-            inputs: the inputs.
-        """
+        """Execute a graph that ``torch.compile`` has compiled: ``run`` does, on a list of inputs, which it empties."""
 
 
 _listener: Listener | None = None
@@ -348,13 +332,10 @@ def _watched(
     """Run a collective, and report its beginning, its window and its end to the listener.
 
     Args:
-        kind: as for ``Listener.communicates``.
+        kind, outputs, source, details: as for ``Listener.communicates``.
         call: starts the collective, asynchronously if its argument is true, and returns its handle.
-        outputs: the tensors that receive the result.
-        source: the tensor that this rank puts in.
         group: the process group; None: of all ranks.
         async_op: whether the caller waits for the end itself.
-        details: ``op`` or ``splits`` of ``Listener.communicates``.
     """
     listener = active()
     group = dist.group.WORLD if group is None else group

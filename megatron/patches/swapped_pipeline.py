@@ -27,9 +27,9 @@ def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], A
     """Set the functions that execute training iterations and evaluation.
 
     Args:
-        run: executes a training iteration; gets core's keyword arguments for data, model and sizes, and the process
-            groups as ``groups``. None: core's schedule executes training, too.
-        plainly: executes an evaluation; gets a function that runs core's schedule.
+        run: gets core's keyword arguments for data, model and sizes, and the process groups as ``groups``. None: core's
+            schedule executes training, too.
+        plainly: gets a function that runs core's schedule.
     """
     global _run, _plainly
     _run, _plainly = run, plainly

@@ -1,9 +1,11 @@
 """Folders of synthetic FT-HSDP runs, in which replicas die, return and disagree; written with the code of real runs."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+
+from msgspec.structs import replace
 
 from ft.base import events
 from ft.base.events import EventLog

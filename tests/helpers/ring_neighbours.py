@@ -31,7 +31,7 @@ class Neighbours:
 
     def __init__(self, cuda: Cuda, values: list[torch.Tensor], me: int, options: RingOptions, scale: float):
         self.cuda, self._values, self._me, self._scale = cuda, values, me, scale
-        self._members, self._wide = len(values), options.wide_sums
+        self._members = len(values)
         size, chunk = values[0].numel(), options.chunk_bytes // 4
         self.plan = items(size, self._members, me, chunk, options.chunks)
         self.operation, self.broken, self.busy = 1, None, True
@@ -71,7 +71,7 @@ class Neighbours:
             chunk = self.result()[first:behind]
         else:
             among = [self._values[(part + at) % self._members][first:behind].float() for at in range(step + 1)]
-            chunk = sum(among).to(torch.float32 if step and self._wide else own)
+            chunk = sum(among).to(torch.float32 if step else own)
         return chunk.contiguous().view(torch.uint8).numpy().tobytes()
 
     def _origin(self, index: int) -> int:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_checkpoint_gpt import Run, Shape
+from checkpoint_gpt import Run, Shape
 from test_checkpoint_load import _load_each
 
 from megatron.ft_trainer.checkpointing.inventory import newest_complete, problems, read_manifest, scan

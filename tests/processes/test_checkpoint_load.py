@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_flips import poison
-from test_checkpoint_gpt import Run, Shape
+from checkpoint_gpt import Run, Shape
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron.core import package_info

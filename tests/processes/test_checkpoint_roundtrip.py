@@ -1,7 +1,7 @@
 """What comes back from a checkpoint: everything, bit for bit, in the same layout; the model in any other."""
 
 import pytest
-from test_checkpoint_gpt import Run, Shape
+from checkpoint_gpt import Run, Shape
 
 
 def _save_and_go_on(shape: Shape, folder: str, **options):

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.indexed import FILES, encode_index, read_index, read_sidecar
+from megatron.ft_trainer.data.indexed import encode_index, read_index, read_sidecar
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "preprocess_data.py"
@@ -241,26 +239,6 @@ def test_skip_existing(tmp_path, folder):
     os.truncate(tmp_path / "out.bin", 5)
     assert "already there" not in run(*words).stdout
     assert read_index(str(prefix)).documents == 7
-
-
-def test_killed_tool_leaves_the_previous_dataset(tmp_path):
-    make(tmp_path, TOOL)
-    before = [(tmp_path / f"out{suffix}").read_bytes() for suffix in FILES]
-    big = tmp_path / "big.jsonl"
-    with open(big, "w") as file:
-        file.writelines(json.dumps({"text": f"{i} " * 400}) + "\n" for i in range(20000))
-    command = [sys.executable, str(TOOL), "--input", str(big), *[str(big)] * 20]
-    command += ["--output-prefix", str(tmp_path / "out")]
-    tool = subprocess.Popen(command, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 180
-        while not any(p.stat().st_size > 1e6 for p in tmp_path.glob("out.partial.bin")):
-            assert time.monotonic() < deadline and tool.poll() is None
-            time.sleep(0.01)
-    finally:
-        tool.send_signal(signal.SIGKILL)
-        tool.wait()
-    assert [(tmp_path / f"out{suffix}").read_bytes() for suffix in FILES] == before
 
 
 @pytest.mark.parametrize("crash_at", range(5))

@@ -12,8 +12,8 @@ import small_runs as runs
 
 from ft.base.errors import UserError
 from ft.cli import main as ft
-from ft.systems.dmr.plan.file import differences, read_plan, read_trace, write_trace
-from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, FINGERPRINT, Trace
+from ft.systems.dmr.plan.file import differences, read_plan
+from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, Trace
 from ft.systems.dmr.profile.assemble import ComparisonCosts, assemble, blocks
 from ft.systems.dmr.profile.recorder import ExecutedOperator, IterationRecord, Memory, RecordedWait, StageRecord, Timed
 from ft.systems.dmr.runtime.cursor import OperatorCall
@@ -104,9 +104,6 @@ def _is_as_planned(coverage: dict, plan, stage: int, exactly: bool) -> None:
             "microbatches: planned for 1, the run has 4",
         ),
         (lambda values: values["fingerprint"].update(model="another"), "the DMR plan was made for another run: model"),
-        (lambda values: values.pop("assign"), "is a profile, not a plan"),
-        (lambda values: values.update(version=99), "has version 99"),
-        (lambda values: values["ops"].pop(0), "cannot be followed"),
         (None, "is not JSON"),
     ],
 )
@@ -248,14 +245,3 @@ def test_a_stage_is_cut_where_it_waits_between_units():
 def test_a_stage_that_ran_another_schedule_cannot_be_put_together():
     with pytest.raises(UserError, match="has not run the schedule"):
         assemble([stage_record(0, 1.0), stage_record(1, 1.0)], Pipeline(2, 3), ComparisonCosts(0.0, 0.0), {})
-
-
-def test_a_trace_that_was_put_together_can_be_read_again(tmp_path):
-    found = two_stages()
-    fingerprint = dict.fromkeys(FINGERPRINT, 1)
-    write_trace(tmp_path / "prof.json", Trace(fingerprint, *(getattr(found, name) for name in _REST)))
-    again = read_trace(tmp_path / "prof.json")
-    assert again.ops == found.ops and again.windows == found.windows and again.pipeline == found.pipeline
-
-
-_REST = ("ops", "tensors", "windows", "memory", "pipeline")

@@ -21,7 +21,6 @@ from ft.lab.reproducibility.probe import (
     Probe,
     as_text,
     as_values,
-    cases,
 )
 from ft.systems.dmr.plan.file import read_plan, write_trace
 from ft.systems.dmr.runtime.cursor import Unit
@@ -127,17 +126,6 @@ def test_watching_changes_nothing():
 def test_calls_of_a_kind_are_executed_again_a_few_times_only():
     found = probed(lambda: [torch.ones(4).mul(2.0) for _ in range(9)], runs=3)
     assert (found["mul.Tensor"].calls, found["mul.Tensor"].runs) == (2, 6)
-
-
-def test_the_cases_hold_both_precisions_and_kinds():
-    chosen = cases("cpu", deterministic=True)
-    flags = [case.flags for case in chosen]
-    assert len({case.name for case in chosen}) == len(chosen)
-    assert all("--deterministic-mode" in each for each in flags)
-    for wanted in ("--bf16", "--num-experts", "--optimizer sgd", "--recompute-granularity", "--attention-dropout 0.1"):
-        assert any(wanted in each for each in flags)
-        assert not all(wanted in each for each in flags)
-    assert all("--hidden-size 2048" in case.flags for case in cases("cuda") if "huge" in case.name)
 
 
 def outcome(work) -> Outcome:

@@ -53,8 +53,6 @@ def in_ring_order(tensors: list[torch.Tensor], scale: float, options: RingOption
             high = first + (behind - first) * (part + 1) // count
             running = tensors[part][low:high].float()
             for step in range(1, count):
-                if not options.wide_sums:
-                    running = running.to(tensors[0].dtype).float()
                 running = running + tensors[(part + step) % count][low:high].float()
             total[low:high] = running * torch.tensor(scale)
     return total.to(tensors[0].dtype)
@@ -83,12 +81,12 @@ def test_at_most_c_chunks_of_a_part_are_between_a_chunk_and_what_it_needs():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize(("streams", "wide"), [(1, True), (3, True), (2, False)])
-def test_all_members_get_the_sum_in_the_rings_order_bit_for_bit(members, count, streams, wide):
+@pytest.mark.parametrize("streams", [1, 3])
+def test_all_members_get_the_sum_in_the_rings_order_bit_for_bit(members, count, streams):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     torch.manual_seed(seed)
-    options = RingOptions(chunk_bytes=4096, chunks=2, wide_sums=wide, streams=streams, limit_s=20)
+    options = RingOptions(chunk_bytes=4096, chunks=2, streams=streams, limit_s=20)
     rings = members(count, options)
     gather(rings, 1)
     for dtype in (torch.float32, torch.bfloat16):
@@ -233,19 +231,18 @@ class Carrier:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wide", [True, False])
-def test_chunks_that_go_through_staging_buffers_give_the_same_bits(count, dtype, wide):
+def test_chunks_that_go_through_staging_buffers_give_the_same_bits(count, dtype):
     chunk, chunks, size = 64, 2, 3001
     torch.manual_seed(count)
     tensors = [torch.randn(size).to(dtype) for _ in range(count)]
     plans = [items(size, count, me, chunk, chunks) for me in range(count)]
 
     direct = [tensor.clone() for tensor in tensors]
-    Carrier(plans, [numbers.of(each, 1 / 3, count, wide, Buffers(chunk, chunks, 1)) for each in direct]).run()
+    Carrier(plans, [numbers.of(each, 1 / 3, count, Buffers(chunk, chunks, 1)) for each in direct]).run()
     with Cuda(0, is_eager=True) as cuda:
         on_device, options = [cuda.tensor(tensor) for tensor in tensors], RingOptions(4 * chunk, chunks)
         staged = [
-            Staged(each, 1 / 3, count, wide, Staging(each.device, options), plan)
+            Staged(each, 1 / 3, count, Staging(each.device, options), plan)
             for each, plan in zip(on_device, plans, strict=True)
         ]
         Carrier(plans, staged).run()

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from ft.net.handshake import GREETING_BYTES
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, accept, dial
 from ft.platform.sockets import held, towards
 from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
@@ -22,6 +22,8 @@ from ft.systems.hsdp.ring.connect import send_buffer
 from ft.systems.hsdp.ring.links import BREAK, LEAVE, PING, PONG, Links, Message, Poller, pack, unpack
 from ft.systems.hsdp.ring.numbers import items
 
+HELLO_BYTES = GREETING_BYTES + connect.HELLO.size + PROOF_BYTES
+STRANGERS_WORDS = Party("", connect.PURPOSE, False).greeting() + bytes(connect.ANSWER.size + PROOF_BYTES)
 QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=1.2)
 PATIENT = RingOptions(chunk_bytes=4096, chunks=2, limit_s=6)
 """Neighbours have seconds to answer in, on a busy machine too."""
@@ -294,7 +296,7 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
     assert all_work(rings, 1)
     hosts = [("127.0.0.1", int(ring.address.rsplit(":", 1)[1])) for ring in rings]
 
-    label = connect.party("", is_dialer=True).label
+    label = Party("", connect.PURPOSE, True).label
 
     def disturb():
         kept = []
@@ -306,11 +308,11 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
                 if kind == 0:
                     connection.sendall(chance.randbytes(chance.randrange(1, 5000)))
                 elif kind == 1:
-                    connection.sendall(label + chance.randbytes(connect.HELLO_BYTES - len(label)))
+                    connection.sendall(label + chance.randbytes(HELLO_BYTES - len(label)))
                 elif kind == 2:
-                    party = connect.party("wrong token", is_dialer=True)
+                    party = Party("wrong token", connect.PURPOSE, True)
                     theirs = party.read_greeting(connection.recv(GREETING_BYTES))
-                    connection.sendall(connect.write_hello(party, theirs, connect.Hello(1, bytes(16), 2, 1)))
+                    connection.sendall(party.greeting() + party.seal(theirs, connect.HELLO.pack(1, bytes(16), 2, 1)))
             if len(kept) > 100:
                 kept.pop(chance.randrange(len(kept))).close()
         for connection in kept:
@@ -334,7 +336,10 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
         (b"220 mail.example.org ESMTP ready\r\n", "does not speak the ring's protocol"),
         (b"220 mail\r\n", "does not speak the ring's protocol"),
         (b"", "hung up"),
-        (connect.party("", is_dialer=False).greeting() + bytes(connect.ANSWER_BYTES), "no member of this run"),
+        (
+            Party("", connect.PURPOSE, False).greeting() + bytes(connect.ANSWER.size + PROOF_BYTES),
+            "no member of this run",
+        ),
         (None, "has not come to quorum 1"),
     ],
     ids=["another protocol", "a short line", "nothing", "a stranger", "silence"],
@@ -368,7 +373,7 @@ def test_somebody_else_at_a_members_address_is_found_out_and_gets_no_data(member
             over.set()
             thread.join(20)
     assert not outcome.ok and outcome.suspect == 1 and reason in outcome.reason, outcome
-    assert all(len(said) <= connect.HELLO_BYTES for said in heard)
+    assert all(len(said) <= HELLO_BYTES for said in heard)
 
 
 class Half:
@@ -386,16 +391,14 @@ class Half:
         host, port = addresses[(me + 1) % len(addresses)].rsplit(":", 1)
         for stream in range(options.streams + 1):
             call = socket.create_connection((host, int(port)), timeout=10)
-            dialer = connect.party(self._token, is_dialer=True)
-            theirs = dialer.read_greeting(call.recv(GREETING_BYTES))
-            call.sendall(connect.write_hello(dialer, theirs, connect.Hello(number, agreed, me, stream)))
+            said, dialer = connect.HELLO.pack(number, agreed, me, stream), Party(self._token, connect.PURPOSE, True)
+            dial(call, dialer, 10, said, connect.ANSWER.size)
             self._open.append(call)
         for _ in range(options.streams + 1):
             connection, _ = self._listener.accept()
-            acceptor = connect.party(self._token, is_dialer=False)
-            connection.sendall(acceptor.greeting())
-            _, theirs = connect.read_hello(acceptor, connection.recv(connect.HELLO_BYTES))
-            connection.sendall(connect.write_answer(acceptor, theirs, connect.Answer(connect.TAKEN, number)))
+            acceptor = Party(self._token, connect.PURPOSE, False)
+            theirs, _ = accept(connection, acceptor, 10, connect.HELLO.size, connect.ANSWER.size)
+            connection.sendall(acceptor.seal(theirs, connect.ANSWER.pack(connect.TAKEN, number, connect.NOBODY)))
             self._open.append(connection)
 
     def close(self) -> None:

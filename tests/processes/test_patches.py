@@ -1,6 +1,5 @@
 """The manifest fits the cores we support and lists all that is replaced; misfits are refused by name."""
 
-import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -177,11 +176,7 @@ def test_the_command_reports_misfits(monkeypatch, capsys):
     assert patches_command([]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "expected (new_state, device=-1, graph_safe=False), found (new_state, device=0, graph_safe=False)" in said
-    assert patches_command(["--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["fits"] is False
-    statuses = {patch["symbol"]: patch["status"] for patch in report["patches"]}
-    assert statuses["_set_cuda_rng_state"] == CHANGED and statuses["jit_fuser"] == FITS
+    assert f"1 {CHANGED}" in said
 
 
 def test_without_a_core_the_command_says_what_to_install():

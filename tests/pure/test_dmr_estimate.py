@@ -9,7 +9,7 @@ import pytest
 
 from ft import cli
 from ft.lab.estimate.answer import calibrated, cluster_of, estimate, shares
-from ft.lab.estimate.command import FIELDS, question, read_file
+from ft.lab.estimate.command import question, read_file
 from ft.lab.estimate.layout import DEVICES, Cluster, fitted
 from ft.lab.estimate.models import MODELS
 from ft.lab.estimate.profile import profile
@@ -36,10 +36,6 @@ def refused(words: str, capsys) -> str:
     found = capsys.readouterr()
     assert code == 2 and not found.out
     return found.err
-
-
-def test_there_are_the_paper_s_eight_configurations():
-    assert len(SCENARIOS) == 8
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
@@ -210,10 +206,3 @@ def test_a_scenario_file_that_cannot_be_is_refused(text, problem, capsys, tmp_pa
     path = tmp_path / "bad.toml"
     path.write_text(text)
     assert problem in refused(str(path), capsys)
-
-
-def test_every_field_is_a_flag_with_a_word_about_it(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["dmr", "estimate", "--help"])
-    text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in FIELDS)

@@ -276,7 +276,7 @@ def test_a_stopped_process_is_named_even_if_its_replica_has_just_moved():
 
 def test_looks_at_different_replicas_within_seconds_are_one_moment():
     found = together([(100.0, 0, 1), (101.0, 1, 4), (100.2, 2, 1), (101.1, 0, 2), (200.0, 1, 5)])
-    assert [moment.numbers for moment in found] == [{0: 1, 2: 1, 1: 4}, {0: 2}, {1: 5}]
+    assert found == [{0: 1, 2: 1, 1: 4}, {0: 2}, {1: 5}]
 
 
 def test_looks_that_replicas_begin_by_themselves_are_told_from_those_somebody_asked_for():

@@ -1,12 +1,13 @@
 """The report of FT-HSDP: what survived, the audit, stalls, lanes, effective time; from runs that never were."""
 
-import json
+import dataclasses
 import random
-from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hsdp_runs import SEQ, Run, eventful
+from msgspec.structs import replace
 
 from ft import faults
 from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, lineage
@@ -27,7 +28,7 @@ def rewrite(run: Run, replica: int, change) -> None:
     """Every line of a replica through `change`: a commit, or None to drop it."""
     folder = run.folder / f"replica-{replica}"
     lines = [changed for commit in commits.read(folder) if (changed := change(commit)) is not None]
-    (folder / "commits.jsonl").write_text("".join(json.dumps(line.as_values()) + "\n" for line in lines))
+    (folder / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def rewrite_all(run: Run, change) -> None:
@@ -170,7 +171,7 @@ def test_a_run_that_goes_on_from_another_folders_checkpoint(tmp_path):
     run.steps(5)
     held = run.state[0]
     later = Run(tmp_path / "b")
-    later.begin(replace(held, lineage=0))
+    later.begin(dataclasses.replace(held, lineage=0))
     later.steps(4)
     story = told(later)
     assert story.audit.is_clean

@@ -109,7 +109,7 @@ def test_the_best_interval_minimises_dalys_exact_formula():
 
 
 def test_the_best_interval_of_periodic_failures_is_searched():
-    """A failure every hour leaves 50 min: one save right before the next failure is best, and the formula's are four."""
+    """A failure every hour leaves 50 min: one save right before the next failure is best, not four."""
     given = asked("--gpus 8 --gpu-mtbf 8h --law periodic --step-time 1s --save-time 60s --restart-time 600s "
                   "--repair-time 0 --failures 2000 --spares 0")  # fmt: skip
     row = model.final(given, model.best(given, [Protection((CHECKPOINTS,))]))

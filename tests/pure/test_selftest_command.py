@@ -10,7 +10,7 @@ from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
 from ft.lab.selftest.session import Place, SelfTestOutcome, as_text, as_values, is_alone_in, srun
-from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Context, Result, chosen, together
+from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Result, chosen, together
 from ft.platform import slurm
 
 FLAGS = {"gpus": None, "nodes": None, "node_rank": None, "rdzv_endpoint": None, "minutes": 10.0, "run_dir": None}
@@ -127,8 +127,3 @@ def test_the_json_values_hold_every_result():
     first, second, _ = values["checks"]
     assert first["name"] == "versions" and first["measured"] == {"torch": "2.13"} and first["fix"] is None
     assert second["outcome"] == "fail" and second["fix"] == "give --run-dir" and second["nodes"][0]["node"] == "a"
-
-
-def test_a_context_survives_its_way_to_the_check():
-    context = Context("ring", "f", "r", None, 3.0, True, 1, 2, "h", "h:1", "t")
-    assert Context.decode(context.encoded()) == context

@@ -7,23 +7,12 @@ from hypothesis import strategies as st
 
 from ft.base.errors import UserError
 from ft.systems.spare.placement import Placement
-from ft.systems.spare.ruler import (
-    OPTIMAL,
-    bose,
-    check,
-    is_distinct,
-    largest_redundancy,
-    most_marks,
-    prime_power,
-    ruler,
-    ruzsa,
-    singer,
-)
+from ft.systems.spare.ruler import OPTIMAL, check, is_distinct, largest_redundancy, most_marks, ruler
 
 LENGTHS = [1, 3, 6, 11, 17, 25, 34, 44, 55, 72, 85, 106, 127, 151, 177, 199, 216, 246, 283, 333, 356, 372, 425, 480]
 LENGTHS += [492, 553, 585]
 
-LEAST_MODULUS = {2: 3, 3: 7, 4: 13, 5: 21, 6: 31, 7: 48, 8: 57, 9: 73, 10: 91, 11: 120, 12: 133}
+LEAST_MODULUS = {2: 3, 3: 7, 4: 13, 5: 21, 6: 31, 7: 48}
 """The fewest groups on which so many marks can be placed at all."""
 
 
@@ -49,46 +38,15 @@ def test_the_table_holds_golomb_rulers_of_the_known_optimal_lengths():
     assert not any(is_distinct(marks, 2 * marks[-1]) for marks in OPTIMAL.values())
 
 
-@pytest.mark.parametrize("q", [2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 25, 27, 49, 64])
-def test_the_constructions_have_the_marks_that_they_promise(q):
-    assert len(singer(q)) == q + 1 and is_distinct(singer(q), q * q + q + 1)
-    assert len(bose(q)) == q and is_distinct(bose(q), q * q - 1)
-    if prime_power(q)[1] == 1 and q > 2:
-        assert len(ruzsa(q)) == q - 1 and is_distinct(ruzsa(q), q * (q - 1))
-
-
-def test_prime_powers_are_told_from_other_numbers():
-    assert [q for q in range(33) if prime_power(q)] == [
-        *(2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 25, 27, 29, 31, 32)
-    ]
-    for build in (singer, bose):
-        with pytest.raises(ValueError, match="no prime power"):
-            build(6)
-
-
 @pytest.mark.parametrize(("groups", "redundancy"), [(200, 12), (600, 20), (1000, 26)])
 def test_the_tables_of_the_paper_end_where_rulers_do(groups, redundancy):
     assert largest_redundancy(groups) == redundancy
-
-
-@pytest.mark.parametrize(("groups", "redundancy"), [(273, 17), (1057, 33), (342, 18), (80, 9)])
-def test_perfect_difference_sets_and_their_kin_reach_further_than_the_table(groups, redundancy):
-    assert largest_redundancy(groups) == redundancy
-    assert 2 * OPTIMAL.get(redundancy, (10**9,))[-1] + 1 > groups
-    assert is_distinct(ruler(groups, redundancy), groups)
 
 
 def test_small_numbers_of_groups_get_all_marks_that_are_possible_at_the_least_modulus():
     for redundancy, groups in LEAST_MODULUS.items():
         assert largest_redundancy(groups) == redundancy
         assert largest_redundancy(groups - 1) < redundancy
-
-
-def test_more_marks_than_the_table_has_are_cut_from_longer_rulers():
-    marks = ruler(5000, 40)
-    assert len(marks) == 40 and is_distinct(marks, 5000)
-    assert largest_redundancy(5000) > 50
-    assert largest_redundancy(10**6) == 28  # from the table alone
 
 
 @settings(max_examples=60, deadline=None)

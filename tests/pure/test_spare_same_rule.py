@@ -140,7 +140,7 @@ class Trainer:
         for group in self.here:
             self.groups[group].work.committed(quorum)
         self.last = self.groups[self.here[0]].work
-        added = [kind for group in self.here for kind in self.groups[group].work.computed]
+        added = [kind for group in self.here for kind in self.groups[group].work.record()["computed"]]
         assert sorted(added) == list(range(len(self.groups)))
         self.planned = list(self.here)
 
@@ -190,7 +190,7 @@ def test_the_trainer_computes_what_the_rules_charge(groups, redundancy):
             if not wiped:
                 scheme.committed()
                 assert found == expected
-                assert bool(trainer.last.patch) == any(expected)
+                assert bool(trainer.last.record()["patch"]) == any(expected)
     assert events > 40
 
 
@@ -209,4 +209,4 @@ def test_no_gradient_is_lost_while_groups_are_lost_and_come_back(groups, redunda
             trainer.come_back(group)
         trainer.step([], known=False)
         trainer.step([], known=False)
-        assert trainer.last.stack == 1 and not trainer.last.adopted and adopted
+        assert trainer.last.record()["stack"] == 1 and not trainer.last.adopted and adopted

@@ -3,9 +3,9 @@
     python tools/bench/ftar.py
 
 Prints one JSON line. Each entry of `cells` is one combination (processes, MiB, type) with the medians `ftar_ms` and
-`gloo_ms`, and `ratio`, gloo's time divided by FTAR's. Type bf16 rounds sums as often as gloo does, bf16-wide once
-(FTAR's default). The least ratios are `at_64_and_more` MiB and `at_1` for fp32 and bf16, and `wide_at_64_and_more` for
-bf16-wide. `busy` is the same at 64 MiB while the caller's thread computes matrix products: the time until both are
+`gloo_ms`, and `ratio`, gloo's time divided by FTAR's. FTAR sends the sums of bf16 in fp32 and rounds once,
+where gloo rounds every sum. The least ratios are `at_64_and_more` MiB and `at_1` for fp32, and `wide_at_64_and_more`
+for bf16. `busy` is the same at 64 MiB while the caller's thread computes matrix products: the time until both are
 done.
 """
 
@@ -29,8 +29,7 @@ import torch.distributed as dist  # noqa: E402
 
 from ft.systems.hsdp.ring import Ring, RingOptions  # noqa: E402
 
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-wide": torch.bfloat16}
-LIKE_GLOO = ("fp32", "bf16")
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS, WARM = 5, 2
 MATRIX, BUSY_MIB = 512, 64
 
@@ -50,8 +49,8 @@ def main(argv: list[str]) -> int:
             mine = in_processes(processes, Path(folder), arguments)
         cells += mine["cells"]
         busy += mine["busy"]
-    alike = [cell for cell in cells if cell["type"] in LIKE_GLOO]
-    wide = [cell for cell in cells if cell["type"] not in LIKE_GLOO]
+    alike = [cell for cell in cells if cell["type"] == "fp32"]
+    wide = [cell for cell in cells if cell["type"] == "bf16"]
     result = {"bench": "ftar", "at_64_and_more": least(alike, 64, 1 << 20), "at_1": least(alike, 1, 1)}
     result["wide_at_64_and_more"] = least(wide, 64, 1 << 20)
     print(json.dumps(result | {"cells": cells, "busy": busy} | vars(arguments)))
@@ -87,19 +86,18 @@ def measure(rank: int, count: int, folder: Path, arguments: argparse.Namespace) 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count, timeout=timedelta(seconds=120)
     )
-    rings = {kind: ring_of(rank, count, kind, arguments) for kind in arguments.types}
-    cells = [cell(rings[kind], count, mib, kind) for kind in arguments.types for mib in arguments.mib]
-    busy = [cell(rings[kind], count, BUSY_MIB, kind, Computing()) for kind in arguments.types]
+    ring = ring_of(rank, count, arguments)
+    cells = [cell(ring, count, mib, kind) for kind in arguments.types for mib in arguments.mib]
+    busy = [cell(ring, count, BUSY_MIB, kind, Computing()) for kind in arguments.types]
     dist.barrier()
-    for ring in rings.values():
-        ring.close()
+    ring.close()
     dist.destroy_process_group()
     return {"cells": cells, "busy": busy}
 
 
-def ring_of(rank: int, count: int, kind: str, arguments: argparse.Namespace) -> Ring:
+def ring_of(rank: int, count: int, arguments: argparse.Namespace) -> Ring:
     """Return this rank's ring, over all ranks."""
-    options = RingOptions(arguments.chunk_kib << 10, arguments.chunks, kind not in LIKE_GLOO, arguments.streams)
+    options = RingOptions(arguments.chunk_kib << 10, arguments.chunks, arguments.streams)
     ring = Ring("127.0.0.1", "bench", options)
     addresses: list[str] = [""] * count
     dist.all_gather_object(addresses, ring.address)

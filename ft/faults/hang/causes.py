@@ -38,10 +38,7 @@ class Cause:
 
     Attributes:
         rank: logical rank at fault; of a slow connection, the rank that all slow operations have in common.
-        kind: one of ``KINDS``.
         group: name of the process group in which the others wait for it.
-        operation: name of the operation in which they wait.
-        sequence: number of that operation in its channel.
         where: where the rank is instead, as text.
         evidence: sentences that say from what this follows.
         delayed: the other ranks that wait for it, directly or not.
@@ -71,7 +68,6 @@ class Diagnosis:
     """What follows from one or several looks.
 
     Attributes:
-        causes: the causes of the hang, the most certain first.
         moving: the replicas that go on training; empty in a run without replicas.
         further: number of causes that are left out, because there are very many.
     """
@@ -408,12 +404,7 @@ class Search:
 
 
 class _Others(NamedTuple):
-    """Members of a group that have started another operation than a rank.
-
-    Attributes:
-        operation: what the first of them has started.
-        text: what they have started, for people.
-    """
+    """Members of a group that have started another operation than a rank; ``operation``: that of the first of them."""
 
     ranks: tuple[int, ...]
     operation: Operation
@@ -421,11 +412,7 @@ class _Others(NamedTuple):
 
 
 class _Party(NamedTuple):
-    """The ranks that take part in an operation.
-
-    Attributes:
-        key: the name of the group, and what tells the operation from others in it.
-    """
+    """The ranks that take part in an operation; ``key``: name of the group, and what tells it from others there."""
 
     key: tuple
     ranks: tuple[int, ...]
@@ -447,10 +434,7 @@ def _cause(
     """Return a cause without the ranks that wait for it.
 
     Args:
-        operation: operation in which others wait for it.
-        evidence: sentences, with or without a full stop.
         besides: ranks that it delays although they do not wait for it.
-        together: all ranks at fault, if there are several.
     """
     sentences = tuple(capitalised(one if one.endswith(".") else f"{one}.") for one in evidence)
     about = (operation.group, operation.name, operation.sequence)

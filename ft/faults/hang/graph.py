@@ -30,11 +30,9 @@ class Wait:
     """Ranks that wait in one operation for the same ranks.
 
     Attributes:
-        ranks: the ranks that wait, in ascending order.
         on: the ranks that each of them waits for.
         operation: the operation in which they wait, as the first of them has started it.
         why: one of ``ABSENT``, ``UNKNOWN``, ``DIFFERENT`` and ``ELSEWHERE``.
-        number: its place among all waits.
     """
 
     ranks: list[int]
@@ -162,11 +160,7 @@ class Graph:
         return list(_components(list(self.of), self.after))
 
     def ahead(self, marks: Mapping[int, int]) -> dict[int, int]:
-        """Return for each rank that waits the marks of all ranks for which it waits, directly or not.
-
-        Args:
-            marks: rank -> its mark, a number with one bit or several.
-        """
+        """Return for each rank that waits the marks (bits) of all ranks for which it waits, directly or not."""
         found: dict[Any, int] = {}
         for nodes in self.components:
             mark = 0
@@ -181,7 +175,6 @@ def _why(other: Rank, key: str, operation: Operation, same: Operation | None, di
     """Return why ranks wait for another one, "" if they do not.
 
     Args:
-        key: channel in which it counts the operation.
         same: what the other one has started under its number, if that is known.
         differ: whether all that have started it count as different.
     """

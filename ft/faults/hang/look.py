@@ -45,11 +45,9 @@ class Operation:
     """One communication operation of one rank.
 
     Attributes:
-        name: name of the operation, such as "all_reduce", "send" or "recv".
         sequence: its number in its channel, from 1 on; see :func:`channel`.
         peer: logical rank of the other end of a message; None for a collective.
         sizes: type and shape of each tensor, such as "float32[4, 8]"; empty where unknown.
-        done: whether it is known to have ended.
         awaited: whether training cannot go on before it has ended. A message that is sent in the background is not
             awaited, and gloo does not tell when it has ended.
         site: the line that started it, outside of the communication libraries: "file:line function".
@@ -104,7 +102,6 @@ class Departure:
     """How a rank's operations of the present step differ from those of its step before.
 
     Attributes:
-        kind: one of ``SKIPPED``, ``SWAPPED``, ``ADDED`` and ``CHANGED``.
         expected: the operation that was due by the step before.
         found: the operation that was started instead.
     """
@@ -119,11 +116,9 @@ class Rank:
     """What one rank says of itself, or what its node says of it if it does not answer.
 
     Attributes:
-        process: one of ``RUNNING``, ``STOPPED`` and ``DEAD``.
         answers: whether the process itself has answered. If not, its operations and threads are unknown: no thread
             of it could run Python code.
         ended: whether its training thread has left the training loop.
-        counts: number of operations that it has started, by channel.
         operations: those that have not ended, and the last one of each channel; in the order in which they were
             started.
         departure: how its present step differs from the one before; None if it does not.
@@ -175,11 +170,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Across:
-    """A group of ranks of several replicas.
-
-    Attributes:
-        replicas: the replicas that have a member in it; ``SERVER`` stands for the quorum server.
-        rank: logical rank of the member in each of them.
+    """A group of ranks of several replicas, of which ``SERVER`` stands for the quorum server; ``rank``: logical rank in
+    each.
     """
 
     replicas: tuple[int, ...]
@@ -287,8 +279,6 @@ def read_stacks(text: str, training: int, folder: str = "") -> list[Thread]:
     """Return the threads of a process, the training thread first.
 
     Args:
-        text: what faulthandler has written.
-        training: identifier of the training thread.
         folder: working directory of the process; paths in it are shortened, like those of installed packages.
     """
     found: list[Thread] = []
@@ -309,9 +299,6 @@ def with_kernel(threads: Sequence[Thread], of_the_system: Sequence[Thread]) -> t
     """Return the threads of a process with their calls, and with what the operating system says of them.
 
     Only the training thread is known to be the same in both, the first one. All others are listed twice.
-
-    Args:
-        of_the_system: all threads as the operating system lists them.
     """
     main = next((thread for thread in of_the_system if thread.trains), Thread(""))
     merged = [replace(one, kernel=main.kernel) if one.trains else one for one in threads]
@@ -345,10 +332,6 @@ T = TypeVar("T", bound=Started)
 def departure(before: Sequence[T], now: Sequence[T]) -> tuple[str, T, T] | None:
     """Return the first departure of a step from the step before; None if ``now`` is a beginning of ``before``.
 
-    Args:
-        before: all operations of the step before, in the order in which they were started.
-        now: the operations of the present step so far.
-
     Returns:
         (kind, the operation that was due, the operation that was started instead); see
         :class:`ft.faults.hang.look.Departure`.
@@ -374,13 +357,7 @@ def departure(before: Sequence[T], now: Sequence[T]) -> tuple[str, T, T] | None:
 
 
 def missing_end(before: Sequence[T], now: Sequence[T], after: Sequence[T]) -> tuple[str, T, T] | None:
-    """Return the departure of a step that has ended although it is shorter than the step before, or None.
-
-    Args:
-        before: all operations of the step before.
-        now: all operations of the step.
-        after: the operations that were started since.
-    """
+    """Return the departure of a step that has ended although it is shorter than the step before, or None."""
     return (SKIPPED, before[len(now)], after[0]) if len(now) < len(before) and after else None
 
 

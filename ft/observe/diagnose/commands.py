@@ -59,14 +59,7 @@ def _add_compare(subparsers) -> None:
 
 
 def run_compare(given: argparse.Namespace) -> int:
-    """Compare the runs and print the result.
-
-    Returns:
-        0 if they are equal, 1 if they differ.
-
-    Raises:
-        UserError: a folder, a checkpoint or their combination cannot be compared.
-    """
+    """Compare the runs and print the result; return 0 if they are equal, 1 if they differ."""
     from megatron.ft_trainer.logging.quiet import quieten
 
     # Import these modules here, so that showing the help does not wait for the import of torch; megatron-core warns
@@ -100,14 +93,7 @@ def _add_silent(subparsers) -> None:
 
 
 def run_silent(given: argparse.Namespace) -> int:
-    """Print which devices computed wrongly.
-
-    Returns:
-        0 if none did, 1 otherwise.
-
-    Raises:
-        UserError: a folder contains no run, or cannot be read, or the file of suspects cannot be read or written.
-    """
+    """Print which devices computed wrongly; return 0 if none did, 1 otherwise."""
     from ft.observe.diagnose.silent import as_values, read, silent, suspects_of
 
     found = silent(read(given.runs))
@@ -174,14 +160,7 @@ def _add_hang(subparsers) -> None:
 
 
 def run_hang(given: argparse.Namespace) -> int:
-    """Print the causes.
-
-    Returns:
-        0 if there is none, 1 otherwise.
-
-    Raises:
-        UserError: there is no look to read, or it cannot be read.
-    """
+    """Print the causes; return 0 if there is none, 1 otherwise."""
     from ft.faults.hang.series import over_time
     from ft.observe.diagnose.hang import as_text, as_values
 
@@ -227,14 +206,7 @@ def _add_crash(subparsers) -> None:
 
 
 def run_crash(given: argparse.Namespace) -> int:
-    """Print the first cause of each run's crash.
-
-    Returns:
-        0 if no run has crashed, 1 otherwise.
-
-    Raises:
-        UserError: a folder contains no run, or cannot be read.
-    """
+    """Print the first cause of each run's crash; return 0 if no run has crashed, 1 otherwise."""
     from ft.record import crash
 
     found: dict[str, Crash] = {}
@@ -296,14 +268,7 @@ def _add_start(subparsers) -> None:
 
 
 def run_start(given: argparse.Namespace) -> int:
-    """Print why the run has not started.
-
-    Returns:
-        0 if nothing kept it from starting, 1 otherwise.
-
-    Raises:
-        UserError: there is no such folder, or the endpoint is no host:port.
-    """
+    """Print why the run has not started; return 0 if nothing kept it from starting, 1 otherwise."""
     from ft.record import start as starts
 
     start = starts.look(starts.read(given.run), given.rdzv_endpoint)

@@ -26,10 +26,7 @@ class _Box:
     """Ranks that are drawn as one box.
 
     Attributes:
-        title: first line.
-        text: further text.
         on: the ranks that they wait for.
-        at_fault: whether they are the cause.
         x, y: lower left corner in inches.
     """
 

@@ -50,14 +50,10 @@ class Device:
 
     Attributes:
         device: name of the device, such as "cuda:1 (NVIDIA H100)".
-        operators: name of an operator -> number of its mismatches.
         steps: (run, step) in which there was a mismatch.
-        ranks: logical ranks that the device has had.
         received: number of mismatches in what it received from other ranks.
-        evicted: number of times that a run has evicted it.
         corrected: number of steps that were correct when they were done again.
         ended: number of runs that ended because of it.
-        advice: PULL, WATCH, LINK or OPERATOR.
         of_run: run -> "mismatches" and "evicted", as above, of that run alone.
     """
 

@@ -44,10 +44,6 @@ class Piece:
     Attributes:
         name: key of the tensor or object in the checkpoint.
         offsets: offsets of the shard in the whole tensor; None for an object.
-        sizes: shape of the shard.
-        whole: shape of the whole tensor.
-        dtype: dtype of the tensor; None for an object.
-        file: name of the file that holds the piece.
         start: offset in the file in bytes.
         length: length in bytes.
     """
@@ -83,7 +79,6 @@ class Stored:
     """One checkpoint on disk.
 
     Attributes:
-        manifest: the checkpoint's list of files with checksums, and the description of its run.
         pieces: key (see ``Piece.key``) -> piece.
     """
 
@@ -213,7 +208,6 @@ class SavedRun:
     Attributes:
         name: path of its folder as the user wrote it.
         folder: folder that the run got as ``--save``.
-        steps: steps of which the folder contains a checkpoint, in order.
     """
 
     name: str

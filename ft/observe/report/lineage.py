@@ -43,11 +43,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step.
-
-    Attributes:
-        by: replica -> its line about the step in its commit log, for the replicas that committed the step.
-    """
+    """A committed step; ``by``: replica -> its line about the step in its commit log, for those that committed it."""
 
     by: Mapping[int, Commit]
 
@@ -219,8 +215,6 @@ class Incident:
             REJOIN: replicas fetch the state, up to the first step to which they contribute. RESTART: all replicas
             continued from a checkpoint; the time since that checkpoint is part of the stall.
         replicas: the replicas that failed or rejoined; none where a step was only retried, all in a RESTART.
-        first: number of the first step concerned.
-        last: number of the last step concerned.
         begin: wall time at which the first step began.
         end: wall time at which the last step was committed.
         stall_s: total stall of the incident's steps in seconds.
@@ -251,8 +245,6 @@ class _Span:
     """The steps and replicas of an incident whose cost is not computed yet.
 
     Attributes:
-        first: index of its first step.
-        last: index of its last step.
         away_s: the absence of each rejoined replica in seconds.
     """
 
@@ -266,7 +258,6 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
     """Return the durations of the surviving steps, and the incidents in order.
 
     Args:
-        steps: the surviving steps (committed steps that are part of the current training state), in order.
         server: events of the quorum server, in order of time.
     """
     retries = _retries(steps)
@@ -446,7 +437,6 @@ class Audit:
 
     Attributes:
         trained: samples trained in the surviving steps on record.
-        replicas: replica -> samples that it trained.
         earlier: samples consumed before the first step on record.
         unproven: samples consumed in steps that are missing from the record.
         duplicates: repeated trainings of samples.
@@ -454,7 +444,6 @@ class Audit:
         unaccounted: samples that were trained, but that the state does not count as consumed yet.
         waiting: samples not consumed yet although samples after them in the global order are; the replicas that were
             absent will train them.
-        problems: sentences about contradictions in the record.
         examples: sentences that name duplicates, gaps and unaccounted samples.
     """
 
@@ -679,10 +668,8 @@ def wipe_outs_line(steps: Sequence[Step]) -> str:
 
 
 def depth(step: Step, adopted: bool = True) -> int:
-    """Return the largest number of shard types that one group computed in the step: its stack and its patch computes.
-
-    Args:
-        adopted: whether to count types that had no host.
+    """Return the largest number of shard types that one group computed in the step, patch computes included;
+    ``adopted``: whether types count that had no host.
     """
     commit = step.commit
     extra = Counter(

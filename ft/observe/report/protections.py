@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event
 from ft.record.run import Run, number
-from ft.show.text import count, seconds, table
+from ft.show.text import count, seconds
 
 WORDS = {
     "naive": "at once",
@@ -42,7 +42,6 @@ happened.
 """
 
 _RETRY, _EVICT, _GIVE_UP = "retry", "evict", "give up"
-_MOST_LINES = 8
 HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared", "elements", "then")
 
 
@@ -54,13 +53,10 @@ class Corruption:
         strategy: how operators were verified; None where no event names it.
         covered: set of the verification plan -> number of operators in it in the first iteration, summed over ranks,
             the largest set first.
-        ranks: number of ranks that reported their coverage.
         mismatches: operators whose two executions differed, or tensors that arrived different from what was sent, in
             order of time.
         rows: for each mismatch, the cells of a table with the columns ``HEAD``.
-        redone: number of attempts at steps that were repeated.
         evicted: logical ranks whose node was evicted, in order.
-        gave_up: whether the run was ended because of corruption.
         clean: number of steps that completed correctly after a mismatch.
         falls: (step, share of the operators that was verified before, the smaller share from then on).
     """
@@ -174,21 +170,8 @@ def coverage(found: Corruption) -> str:
     return ", ".join(f"{number} {words.get(name, name)}" for name, number in found.covered.items())
 
 
-def text_table(found: Corruption) -> str:
-    """Return a table of the first mismatches, or "" where there are none."""
-    if not found.mismatches:
-        return ""
-    lines = table(HEAD, found.rows[:_MOST_LINES], right=(5,))
-    left = len(found.mismatches) - _MOST_LINES
-    return lines + (f"\nand {left} more, in report.html" if left > 0 else "")
-
-
 def _row(event: Event, follows: str) -> tuple[str, ...]:
-    """Return the cells of a mismatch.
-
-    Args:
-        follows: what DMR did after that attempt at the step, such as "step redone".
-    """
+    """Return the cells of a mismatch; ``follows``: what DMR did after that attempt, such as "step redone"."""
     detail = event.detail
 
     def said(key: str) -> str:

@@ -5,10 +5,7 @@ still be in progress: folders of replicas may be missing, and files may end in i
 
 Goodput is the share of a run's wall time that was spent on committed steps. Steps that are rolled back and computed
 again count only once. Training begins when the first epoch opens. Effective training time (FT-HSDP, section 6.1) is the
-share of the wall time that the same work would take without failures. The example there: a failure happens every 18
-minutes; a replica is then absent for 10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas
-the effective training time is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is
-(18 - 10) / 18 = 44 %.
+share of the wall time that the same work would take without failures; the paper's example is a test.
 
 The lanes of the timeline say which worker held which logical rank, which follows from the epochs, and which state each
 replica was in, which follows from the event logs and from the replicas' commit logs.
@@ -140,7 +137,6 @@ class Effective:
     Attributes:
         measured: sum over the steps of (normal step time x share of replicas that contributed), divided by ``wall_s``.
         wall_s: total duration of the steps in seconds.
-        failures: number of failures in that time.
         between_s: ``wall_s`` per failure, None without a failure.
         stall_s: mean stall per failure in seconds, its rejoin included.
         repair_s: mean seconds until a lost replica contributed again.
@@ -159,11 +155,7 @@ class Effective:
 
 
 def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
-    """Return the effective training time of a run.
-
-    Args:
-        steps: the surviving steps, that is, the committed steps that are part of the current training state.
-    """
+    """Return the effective training time of a run, given the surviving steps."""
     wall = sum(pace.took)
     if not steps or wall <= 0:
         return Effective(None)
@@ -222,12 +214,8 @@ _ENDED = (events.FINISHED, events.STOPPED)
 
 @dataclass(frozen=True)
 class RankInterval:
-    """The interval during which a worker held a logical rank.
-
-    Attributes:
-        begin: seconds from the opening of the first epoch to the start of the interval.
-        end: seconds from the opening of the first epoch to the end of the interval.
-        is_first: whether the worker got the rank when all workers were started together.
+    """The interval during which a worker held a logical rank, in seconds since the first epoch opened; ``is_first``:
+    whether the worker got the rank when all workers were started together.
     """
 
     rank: int
@@ -292,12 +280,7 @@ def end_of_time(history: Sequence[Event], productive: float) -> float:
 
 @dataclass(frozen=True)
 class ReplicaInterval:
-    """A period in which a replica is in one state.
-
-    Attributes:
-        state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
-        begin: beginning of the period, in seconds since ``first_moment``.
-        end: end of the period, in seconds since ``first_moment``.
+    """A period in which a replica is in one state, in seconds since ``Record.zero``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.
@@ -321,13 +304,6 @@ class _Transition:
     at: float
     state: str
     when: tuple[str, ...] = ()
-
-
-def first_moment(history: Sequence[tuple[int | None, Event]], steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes of replicas start: the first event or, if earlier, the first step."""
-    times = [event.wall for _, event in history[:1]]
-    times += [step.when - step.commit.step_s for step in steps[:1]]
-    return min(times, default=0.0)
 
 
 def replica_intervals(record: "Record") -> list[ReplicaInterval]:
@@ -383,10 +359,6 @@ def _committed(
 
     A transition gets the time at which its step began. If an event reports a transition during the step, it gets the
     time at which the step ended.
-
-    Args:
-        took: duration of each step, in seconds.
-        reported: wall times of the transitions that events report.
     """
     found, reported, at, last = [], sorted(reported), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
@@ -400,12 +372,8 @@ def _committed(
 
 
 def _proven(state: str, last: str, is_reported: bool) -> tuple[str, ...]:
-    """Return the states that a commit may change to ``state``; an empty tuple stands for all states.
-
-    Args:
-        state: state of the replica according to this commit.
-        last: state of the replica according to the previous commit.
-        is_reported: whether an event reports a transition of the replica during this step.
+    """Return the states that a commit may change to ``state``, an empty tuple for all; ``last``: the state by the
+    previous commit; ``is_reported``: whether an event reports a transition during this step.
     """
     # A commit without the replica does not show that it is offline: it may be rebuilding or waiting to join.
     if state == OFFLINE:
@@ -448,11 +416,7 @@ _FIX = "give the folder that was given to ft run as --run-dir"
 
 @dataclass(frozen=True)
 class Replica(run.Run):
-    """The record of one replica: what its control plane and its workers have written.
-
-    Attributes:
-        commits: lines of its commit log, one for each step that it committed; empty without FT-HSDP.
-    """
+    """What the control plane and the workers of one replica have written, and the steps that it committed."""
 
     commits: list[Commit] = field(default_factory=list)
 
@@ -475,14 +439,6 @@ class Replica(run.Run):
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A vertical line across the loss curve; ``at``: its position on the horizontal axis."""
-
-    at: float
-    colour: str
-
-
-@dataclass(frozen=True)
 class Losses:
     """The loss after each step whose loss is known.
 
@@ -490,13 +446,13 @@ class Losses:
         points: (amount, loss) after each step.
         over: what the amount counts: "step", "tokens" or "samples".
         at: step -> amount at the end of that step.
-        marks: recoveries, or failures of replicas.
+        marks: (amount, colour) at recoveries, or at failures of replicas.
     """
 
     points: list[tuple[float, float]]
     over: str
     at: dict[int, float]
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -617,7 +573,8 @@ class Record:
         """
         if not self.has_quorum:
             return origin(self.only.events)
-        return first_moment(self.history, self.steps)
+        times = [event.wall for _, event in self.history[:1]]
+        return min(times + [step.when - step.commit.step_s for step in self.steps[:1]], default=0.0)
 
     @cached_property
     def lanes(self) -> list[ReplicaInterval]:
@@ -674,7 +631,7 @@ def _replica(folder: Path, most: int | None) -> Replica:
 def _losses_of_one(only: Replica) -> Losses:
     """Return the losses over the steps, with a mark at each step that was redone after a recovery."""
     points = [(m["step"], loss) for m in only.metrics if (loss := number(m, "loss")) is not None]
-    marks = [Mark(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
+    marks = [(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
     steps = {event.step for event in only.events if event.step is not None}
     return Losses(points, "step", {step: step for step in steps}, marks)
 
@@ -699,7 +656,7 @@ def _losses(record: Record) -> Losses:
         if loss is not None:
             points.append((amount, loss))
     failures = [one for one in record.of_kind(FAILURE) if one.first in at]
-    marks = [Mark(at[f.first], palette.FAULT) for f in failures]
+    marks = [(at[f.first], palette.FAULT) for f in failures]
     return Losses(points, "tokens" if knows else "samples", at, marks)
 
 

@@ -68,7 +68,6 @@ class Agreement:
         """Begin to ask for the quorum of a step; must be called on all ranks of the replica. Return at once.
 
         Args:
-            question: the question; only the leader's report is sent to the quorum server.
             then: called on the agreement thread with the question and its answer, before :meth:`wait` returns.
         """
         with self._told:

@@ -8,32 +8,27 @@ such as ``at``: the position at which its data loader really was. The report of 
 lines to prove which samples were trained.
 """
 
-import json
-import math
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ft.base import bounded_json
+import msgspec
+
 from ft.base.lines import Lines
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.loader_state import LoaderState
-from ft.systems.hsdp.samples import ReplicaPosition, SampleAssignment
+from ft.systems.hsdp.samples import Count, ReplicaPosition, SampleAssignment
 
 if TYPE_CHECKING:
     from ft.job.quorum import Quorum
     from ft.systems.hsdp.work import Work
 
 NAME = "commits.jsonl"
-_OF_TYPES = ("patch", "covered", "adopted")
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     """A committed step, as one replica (the writer) has recorded it.
 
     With SPARe, a replica is called a group, and the samples of a step are divided into shard types, each of which
@@ -69,28 +64,28 @@ class Commit:
             types whose gradients the writer has added; None without SPARe.
     """
 
-    step: int
-    quorum: int
-    before: int
-    healthy: tuple[int, ...]
-    behind: tuple[int, ...]
-    batch: int
+    step: Count
+    quorum: Count
+    before: Count
+    healthy: tuple[Count, ...]
+    behind: tuple[Count, ...]
+    batch: Count
     assignment: SampleAssignment
-    positions: Mapping[int, int]
+    positions: dict[int, Count]
     wall: float
     step_s: float = 0.0
     wait_s: float = 0.0
     loss: float | None = None
-    tokens: int | None = None
-    at: int | None = None
-    digest: int | None = None
-    parameters: int | None = None
-    stack: int | None = None
-    owners: tuple[int, ...] = ()
-    patch: tuple[int, ...] = ()
-    covered: tuple[int, ...] = ()
-    adopted: tuple[int, ...] = ()
-    computed: Mapping[int, int] | None = None
+    tokens: Count | None = None
+    at: Count | None = None
+    digest: Count | None = None
+    parameters: Count | None = None
+    stack: Count | None = None
+    owners: tuple[Count, ...] = ()
+    patch: tuple[Count, ...] = ()
+    covered: tuple[Count, ...] = ()
+    adopted: tuple[Count, ...] = ()
+    computed: dict[int, Count] | None = None
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -102,34 +97,6 @@ class Commit:
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(sorted({*self.healthy, *self.behind}))
-
-    def as_values(self) -> dict[str, Any]:
-        """Return the commit as JSON values, without those that are None."""
-        values = {
-            "step": self.step,
-            "quorum": self.quorum,
-            "before": self.before,
-            "healthy": list(self.healthy),
-            "behind": list(self.behind),
-            "batch": self.batch,
-            **self.assignment.as_values(),
-            "positions": {str(replica): position for replica, position in sorted(self.positions.items())},
-            "wall": round(self.wall, 6),
-            "step_s": round(self.step_s, 6),
-            "wait_s": round(self.wait_s, 6),
-            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
-            "tokens": self.tokens,
-            "at": self.at,
-            "digest": self.digest,
-            "parameters": self.parameters,
-            "stack": self.stack,
-            "owners": list(self.owners) or None,
-            **{name: list(getattr(self, name)) or None for name in _OF_TYPES},
-            "computed": None
-            if self.computed is None
-            else {str(kind): at for kind, at in sorted(self.computed.items())},
-        }
-        return {name: value for name, value in values.items() if value is not None}
 
 
 class CommitLog:
@@ -143,7 +110,7 @@ class CommitLog:
         self._lines = Lines(folder / NAME)
 
     def write(self, commit: Commit) -> None:
-        self._lines.write(json.dumps(commit.as_values(), separators=(",", ":")).encode() + b"\n")
+        self._lines.write(msgspec.json.encode(commit) + b"\n")
 
     def close(self) -> None:
         self._lines.close()
@@ -166,64 +133,21 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
             lines = stream.read().splitlines()
     except FileNotFoundError:
         return []
-    assignments: dict[str, SampleAssignment] = {}
-    return [commit for line in lines if (commit := _parse(line, assignments)) is not None]
+    return [commit for line in lines if (commit := _parse(line)) is not None]
 
 
-def _parse(line: bytes, assignments: dict[str, SampleAssignment]) -> Commit | None:
-    """Return the commit in a line, or None if the line is not valid.
-
-    ``assignments`` collects the assignments of earlier lines, so that equal ones share one object and its cached
-    properties.
-    """
+def _parse(line: bytes) -> Commit | None:
     try:
-        values = bounded_json.loads(line)
-        shape = {"replicas": len(values["positions"]), "block": values["batch"], "past": []}
-        assignment = SampleAssignment.from_values({**shape, **values})
-        return Commit(
-            assignment=assignments.setdefault(repr(assignment), assignment),
-            positions={int(replica): _whole(position) for replica, position in values["positions"].items()},
-            healthy=tuple(_whole(replica) for replica in values["healthy"]),
-            behind=tuple(_whole(replica) for replica in values["behind"]),
-            computed=_places(values.get("computed")),
-            **{name: tuple(_whole(one) for one in values.get(name, ())) for name in ("owners", *_OF_TYPES)},
-            **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
-            **{
-                name: _whole(values[name])
-                for name in ("tokens", "at", "digest", "parameters", "stack")
-                if values.get(name) is not None
-            },
-            **{name: _figure(values[name]) for name in ("wall", "step_s", "wait_s", "loss") if name in values},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return _COMMIT.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
-def _places(values: Any) -> dict[int, int] | None:
-    return None if values is None else {int(kind): _whole(at) for kind, at in values.items()}
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _figure(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no figure")
-    return float(value)
+_COMMIT = msgspec.json.Decoder(Commit)
 
 
 class Records:
-    """Writes the records of one replica, on its leader.
-
-    Args:
-        run_dir: directory of the whole run.
-        folder: directory of the replica.
-        replica: number of the replica.
-        batch: samples that a replica takes in a step.
-    """
+    """Writes the records of one replica, on its leader."""
 
     def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
         self._replica, self._batch = replica, batch
@@ -241,20 +165,8 @@ class Records:
         digest: int | None,
         parameters: int | None = None,
     ) -> None:
-        """Record a step that was committed. The healthy replica with the smallest number also writes ``loader_state``.
-
-        Args:
-            position: sample positions of all replicas after the step.
-            quorum: the replicas that took part in the step.
-            work: division of the step, which knows what this replica has computed.
-            before: number of the quorum of the previous step.
-            at: position in this replica's own samples at which the samples of the step began, None if it took none.
-            step_s: seconds that the step took.
-            wait_s: seconds of these spent on waiting for quorum and all-reduce.
-            digest: checksum of the state after the step, None if not wanted.
-            parameters: checksum of the model parameters with which gradients were computed, None if not wanted or no
-                gradients were computed.
-        """
+        """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``."""
+        division = work.record()
         self._commits.write(
             Commit(
                 step=position.step,
@@ -265,18 +177,13 @@ class Records:
                 batch=self._batch,
                 assignment=position.assignment,
                 positions=dict(position.positions),
-                wall=time.time(),
-                step_s=step_s,
-                wait_s=wait_s,
-                at=at if work.computed is None else None,
-                computed=work.computed,
+                wall=round(time.time(), 6),
+                step_s=round(step_s, 6),
+                wait_s=round(wait_s, 6),
+                at=None if division else at,
                 digest=digest,
                 parameters=parameters,
-                stack=work.stack,
-                owners=work.owners,
-                patch=work.patch,
-                covered=work.covered,
-                adopted=work.adopted,
+                **division,
             )
         )
         if self._replica == quorum.healthy[0]:

@@ -197,14 +197,9 @@ class Components:
     Construct it after model and optimizer are built, on all ranks of the replica.
 
     Args:
-        chunks: ``DistributedDataParallel`` model chunks.
-        optimizer: megatron-core's optimizer.
-        scheduler: learning-rate scheduler.
         verifier: layer that verifies gradients before they leave the replica, if there is one.
 
     Attributes:
-        session: this worker's connection to the run.
-        place: the replica's place among the replicas, and its settings.
         subject: model, optimizer and schedule.
         position: the trainer's position, with the positions of all replicas' streams.
         state: the state that replicas fetch from each other.

@@ -9,19 +9,19 @@ newer one.
 import contextlib
 import fcntl
 import hashlib
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ft.base import bounded_json, files
+import msgspec
+
+from ft.base import files
 from ft.base.errors import UserError
-from ft.systems.hsdp.samples import SampleAssignment
+from ft.systems.hsdp.samples import Count, SampleAssignment
 
 NAME = "loader_state"
-_FORMAT = "megatron-ft loader_state 1"
+_FORMAT = "megatron-ft loader_state 2"
 _LOCK_WAIT_S, _LOCK_PAUSE_S = 0.05, 0.002
 _FIX = "remove it: a persistent checkpoint holds the positions of its step as well"
 
@@ -31,18 +31,21 @@ class LoaderState:
     """Positions after a committed step.
 
     Attributes:
-        step: number of the step.
-        quorum: number of the quorum in which it was committed.
         batch: samples that a replica took in the step.
-        assignment: which replica gets which samples.
         positions: replica -> samples taken of its stream, for every replica of the assignment.
     """
 
-    step: int
-    quorum: int
-    batch: int
+    step: Count
+    quorum: Count
+    batch: Count
     assignment: SampleAssignment
-    positions: Mapping[int, int]
+    positions: dict[int, Count]
+
+    def __post_init__(self) -> None:
+        if sorted(self.positions) != list(range(self.assignment.replicas)):
+            raise ValueError(
+                f"positions of replicas {sorted(self.positions)}, of which there are {self.assignment.replicas}"
+            )
 
     @property
     def age(self) -> tuple[int, int]:
@@ -115,37 +118,33 @@ def _alone(path: Path) -> Iterator[bool]:
         yield True
 
 
+class _File(msgspec.Struct):
+    format: str
+    checksum: str
+    state: msgspec.Raw
+
+
 def _encode(state: LoaderState) -> bytes:
-    values: dict[str, Any] = {
-        "format": _FORMAT,
-        "step": state.step,
-        "quorum": state.quorum,
-        "batch": state.batch,
-        **state.assignment.as_values(),
-        "positions": {str(replica): position for replica, position in sorted(state.positions.items())},
-    }
-    return json.dumps({**values, "checksum": _checksum(values)}).encode() + b"\n"
+    content = msgspec.json.encode(state)
+    return msgspec.json.encode(_File(_FORMAT, _checksum(content), msgspec.Raw(content))) + b"\n"
 
 
 def _decode(content: bytes) -> LoaderState:
     try:
-        values = bounded_json.loads(content, non_finite=True)
-    except ValueError as error:
+        file = msgspec.json.decode(content, type=_File)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"no loader_state: its format is not {_FORMAT!r}") from error
+    except msgspec.DecodeError as error:
         raise ValueError("torn, or no loader_state: it is no JSON") from error
-    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+    if file.format != _FORMAT:
         raise ValueError(f"no loader_state: its format is not {_FORMAT!r}")
-    if values.pop("checksum", None) != _checksum(values):
+    if file.checksum != _checksum(bytes(file.state)):
         raise ValueError("damaged: the checksum is not that of its content")
     try:
-        assignment = SampleAssignment.from_values(values)
-        positions = {int(replica): position for replica, position in values["positions"].items()}
-        state = LoaderState(values["step"], values["quorum"], values["batch"], assignment, positions)
-    except (KeyError, AttributeError) as error:
-        raise ValueError(f"no loader_state: {error!r}") from error
-    if sorted(positions) != list(range(assignment.replicas)):
-        raise ValueError(f"positions of replicas {sorted(positions)}, of which there are {assignment.replicas}")
-    return state
+        return msgspec.json.decode(file.state, type=LoaderState)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"no loader_state: {error}") from error
 
 
-def _checksum(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -35,7 +35,6 @@ class ReplicaManager(Layer):
     training step.
 
     Args:
-        parts: the components of this rank, such as its ring, its process group for votes and its state server.
         load: loads the last persistent checkpoint, if no replica has a state any more. Returns False if there is no
             checkpoint; the run then starts from the beginning.
         rehearse: computes the forward and backward pass of one step and discards the result.
@@ -189,8 +188,6 @@ class ReplicaManager(Layer):
         """Return whether this replica writes the checkpoint of ``step``. The healthy replicas take turns.
 
         Args:
-            step: number of the step.
-            is_due: whether a checkpoint is to be written after this step.
             ends: whether the run ends with this step; the first healthy replica then writes.
         """
         return is_due and self._steps.saves(step, self._parts.save_interval or 1, ends)

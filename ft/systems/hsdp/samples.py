@@ -21,15 +21,17 @@ The position is part of the state that replicas transfer and save.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy
 
 from ft.job.quorum.values import estimated
 from ft.protection.position import Position
 
 _END = numpy.iinfo(numpy.int64).max
+Count, Size = Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Order:
@@ -78,13 +80,7 @@ class Order:
         return int(numpy.clip(sample - self.leftovers[:, 0], 0, self.leftovers[:, 1] - self.leftovers[:, 0]).sum())
 
     def without(self, replicas: int, block: int, positions: Sequence[int]) -> "Order":
-        """Return the order of the samples that are not taken yet.
-
-        Args:
-            replicas: number of replicas among which this order was divided.
-            block: samples in a block.
-            positions: number of samples that each replica has taken.
-        """
+        """Return the order of the samples that are not taken yet."""
         places = [_left_places(r, replicas, block, count, max(positions)) for r, count in enumerate(positions)]
         far = max((_place(r, replicas, block, count - 1) + 1 for r, count in enumerate(positions) if count), default=0)
         left = numpy.concatenate(places)
@@ -100,14 +96,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Stream:
-    """The samples of one replica.
-
-    Attributes:
-        replica: number of the replica.
-        replicas: number of replicas.
-        block: samples in a block.
-        order: the samples that are divided among all replicas.
-    """
+    """The samples of one replica."""
 
     replica: int
     replicas: int
@@ -142,32 +131,19 @@ class Stream:
         return rounds * self.block + min(max(rest - self.replica * self.block, 0), self.block)
 
 
-@dataclass(frozen=True)
-class Past:
-    """A former assignment.
+class Past(NamedTuple):
+    """A former assignment."""
 
-    Attributes:
-        replicas: number of replicas among which the samples were divided.
-        block: samples in a block.
-        positions: number of samples that each replica had taken when the assignment ended.
-        step: number of committed steps when the assignment ended.
-    """
-
-    replicas: int
-    block: int
-    positions: tuple[int, ...]
-    step: int
+    replicas: Size
+    block: Size
+    positions: tuple[Count, ...]
+    step: Count
 
 
 @dataclass(frozen=True)
 class SampleAssignment:
     """The rule that says which replica gets which samples. All replicas share this rule and the positions as a part of
     the training state.
-
-    Attributes:
-        replicas: number of replicas among which the samples are divided.
-        block: samples in a block.
-        past: the former assignments, oldest first.
     """
 
     replicas: int
@@ -177,14 +153,14 @@ class SampleAssignment:
     def __post_init__(self):
         if self.replicas < 1 or self.block < 1:
             raise ValueError(f"samples assigned to {self.replicas} replicas in blocks of {self.block}")
+        for past in self.past:
+            if len(past.positions) != past.replicas:
+                raise ValueError(f"{len(past.positions)} positions of {past.replicas} replicas")
 
-    @cached_property
+    @property
     def order(self) -> Order:
         """Return the samples that were left when this assignment began."""
-        order = Order()
-        for past in self.past:
-            order = order.without(past.replicas, past.block, past.positions)
-        return order
+        return _order_after(self.past)
 
     def stream(self, replica: int) -> Stream:
         """Return the stream of ``replica``.
@@ -209,9 +185,6 @@ class SampleAssignment:
 
         Args:
             positions: position of every replica of this assignment; a replica that is missing has taken nothing.
-            step: number of committed steps.
-            replicas: number of replicas from now on.
-            block: samples in a block from now on.
         """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if (replicas, block) == (self.replicas, self.block):
@@ -225,10 +198,6 @@ class SampleAssignment:
         If the positions differ, this is a new assignment of the remaining samples, with all positions 0.
 
         SPARe needs this, because its steps take equally many samples from every stream.
-
-        Args:
-            positions: position of every replica of this assignment; a replica that is missing has taken nothing.
-            step: number of committed steps.
         """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if len(set(counts)) == 1:
@@ -237,12 +206,7 @@ class SampleAssignment:
         return SampleAssignment(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
-        """Return how many samples the dataset must have for a run of ``steps`` steps, so that no stream can exceed it.
-
-        Args:
-            steps: steps of the whole run.
-            batch: samples that a replica takes in a step.
-        """
+        """Return how many samples the dataset must have, so that no stream exceeds it in a run of ``steps`` steps."""
         since = self.past[-1].step if self.past else 0
         count = (steps - since) * batch
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0
@@ -261,8 +225,8 @@ class SampleAssignment:
 
     def as_values(self) -> dict[str, Any]:
         """Return the assignment as JSON values."""
-        past = [[p.replicas, p.block, list(p.positions), p.step] for p in self.past]
-        return {"replicas": self.replicas, "block": self.block, "past": past}
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "SampleAssignment":
@@ -272,10 +236,17 @@ class SampleAssignment:
             ValueError: the values do not describe an assignment.
         """
         try:
-            past = tuple(_past(*each) for each in values["past"])
-            return cls(_whole(values["replicas"], 1), _whole(values["block"], 1), past)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not an assignment of samples: {error!r}") from error
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"not an assignment of samples: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _order_after(assignments: tuple[Past, ...]) -> Order:
+    order = Order()
+    for past in assignments:
+        order = order.without(past.replicas, past.block, past.positions)
+    return order
 
 
 def merged(ranges: numpy.ndarray) -> numpy.ndarray:
@@ -304,19 +275,6 @@ def _left_places(replica: int, replicas: int, block: int, count: int, most: int)
     return ranges
 
 
-def _past(replicas: Any, block: Any, positions: Any, step: Any) -> Past:
-    replicas, counts = _whole(replicas, 1), tuple(_whole(count, 0) for count in positions)
-    if len(counts) != replicas:
-        raise ValueError(f"{len(counts)} positions of {replicas} replicas")
-    return Past(replicas, _whole(block, 1), counts, _whole(step, 0))
-
-
-def _whole(value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{value!r} where a number from {least} on belongs")
-    return value
-
-
 KEY = "replicas"
 _OWN = ("lineage", "has_state")
 
@@ -338,16 +296,9 @@ class ReplicaPosition:
     The commit of a step advances the sample positions of the replicas that contributed gradients.
 
     Args:
-        trainer: the trainer's own position.
         extra: returns the mutable mapping that the trainer saves together with its position.
-        replica: number of this replica.
-        follow: data loaders of this rank.
-        assignment: which replica gets which samples.
-        positions: replica -> number of samples that it has taken.
 
     Attributes:
-        assignment: which replica gets which samples.
-        positions: replica -> number of samples that it has taken.
         lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
             States with equal step and lineage are equal. Negative if a part of the state was estimated, see
             :func:`ft.job.quorum.values.estimated`.

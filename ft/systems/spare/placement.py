@@ -77,12 +77,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a plan says about a run.
-
-    Attributes:
-        redundancy: number of hosts of each shard type.
-        save_interval: steps between two checkpoints.
-    """
+    """What a plan says about a run."""
 
     redundancy: int
     save_interval: int

@@ -1,21 +1,15 @@
-"""Find the ruler by which SPARe places shard types on groups, so that two types have at most one group in common:
-optimal Golomb rulers from a table, and modular rulers by the constructions of Singer, Bose and Ruzsa.
+"""Find the ruler by which SPARe places shard types on groups, so that two types have at most one group in common.
 
 N groups compute N shard types, and each group hosts r types: group w hosts type (w + g) mod N for each mark g of a
 ruler with r marks. Two types share at most one group exactly if all differences of two marks, in both directions, are
 distinct mod N. At least r (r - 1) + 1 groups are necessary for this; 2 L + 1 groups are sufficient for a Golomb ruler
-of length L. For numbers in between, it depends on the ruler.
-
-A Golomb ruler is a set of integers (marks) whose pairwise differences are all distinct. A modular ruler is one whose
-ordered differences are all distinct modulo a certain number. For a number of groups equal to the modulus, it has more
-marks than a Golomb ruler that fits. The rulers are sorted and start at 0. Every subset of a modular ruler is a modular
-ruler, too.
+of length L, whose differences are all distinct (SPARe, definition B.1). For numbers in between, it depends on the
+ruler. The rulers are sorted and start at 0.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import count, product
 
 import numpy as np
 
@@ -59,130 +53,8 @@ OPTIMAL: dict[int, tuple[int, ...]] = {
 """Optimal rulers by number of marks, from published tables (James B. Shearer's; distributed.net's from 24 marks on)."""
 
 
-Table = list[list[int]]
-"""Results of a field's addition or multiplication: the element at [x][y] is that of x and y."""
-
-
-@cache
-def singer(q: int) -> tuple[int, ...]:
-    """Return a perfect difference set: q + 1 marks mod q^2 + q + 1, for a prime power q.
-
-    Its marks are the exponents of the powers of a generator of GF(q^3) over GF(q) that lie in one plane.
-    """
-    modulus = q * q + q + 1
-    for powers in _generators(q, 3):
-        plane = [i for i, power in zip(range(modulus), powers, strict=False) if power[2] == 0]
-        if len(plane) == q + 1 and _distinct(plane, modulus):
-            return _from_zero(plane)
-    raise ValueError(f"{q} is no prime power")
-
-
-@cache
-def bose(q: int) -> tuple[int, ...]:
-    """Return q marks mod q^2 - 1, for a prime power q: the exponents of those powers of a generator t of GF(q^2) that
-    differ from t by a constant."""
-    modulus = q * q - 1
-    for powers in _generators(q, 2):
-        line = [i for i, power in zip(range(modulus), powers, strict=False) if power[1] == 1]
-        if len(line) == q and _distinct(line, modulus):
-            return _from_zero(line)
-    raise ValueError(f"{q} is no prime power")
-
-
-@cache
-def ruzsa(p: int) -> tuple[int, ...]:
-    """Return p - 1 marks mod p (p - 1), for a prime p."""
-    modulus = p * (p - 1)
-    for root in range(1, p):
-        marks = [(p * i + (p - 1) * pow(root, i, p)) % modulus for i in range(1, p)]
-        if _distinct(marks, modulus):
-            return _from_zero(sorted(marks))
-    raise ValueError(f"{p} is no prime")
-
-
-def prime_power(number: int) -> tuple[int, int] | None:
-    """Return (p, k) if ``number`` is p^k with p prime and k >= 1, else None."""
-    if number < 2:
-        return None
-    p = next(d for d in count(2) if number % d == 0 or d * d > number)
-    p = p if number % p == 0 else number
-    k = 0
-    while number % p == 0:
-        number //= p
-        k += 1
-    return (p, k) if number == 1 else None
-
-
-def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
-    """Yield, for each monic polynomial over GF(q), the powers of its root t as coefficients of 1, t, ..."""
-    factors = prime_power(q)
-    if factors is None:
-        return
-    plus, times = _field(*factors)
-    for coefficients in product(range(q), repeat=degree):
-        if coefficients[-1]:  # the constant coefficient changes fastest: with some values of it no root is a generator
-            yield _powers(coefficients[::-1], plus, times)
-
-
-def _powers(tail: tuple[int, ...], plus: Table, times: Table) -> Iterator[tuple[int, ...]]:
-    """Yield powers until one is 1 again; for degree 3, where only planes matter, until one is in GF(q)."""
-    power = (1,) + (0,) * (len(tail) - 1)
-    one = power
-    while True:
-        yield power
-        top = power[-1]  # t^degree = tail, so the coefficient of t^degree is replaced by top * tail
-        power = tuple(plus[lower][times[top][here]] for lower, here in zip((0, *power[:-1]), tail, strict=True))
-        if power == one or (len(tail) == 3 and not any(power[1:])):
-            return
-
-
-@cache
-def _field(p: int, k: int) -> tuple[Table, Table]:
-    """Return the tables of addition and multiplication in GF(p^k).
-
-    An element of the field is represented by the number whose digits to base p are its coefficients.
-    """
-    q = p**k
-    digits = [tuple(number // p**i % p for i in range(k)) for number in range(q)]
-    plus = [[_number([(x + y) % p for x, y in zip(a, b, strict=True)], p) for b in digits] for a in digits]
-    for tail in digits:
-        times = [[_number(_product(a, b, tail, p), p) for b in digits] for a in digits]
-        if all(0 not in row[1:] for row in times[1:]):
-            return plus, times
-    raise ValueError(f"no field of {p}^{k} elements")
-
-
-def _product(a: tuple[int, ...], b: tuple[int, ...], tail: tuple[int, ...], p: int) -> list[int]:
-    """Return a * b modulo x^k = tail and modulo p."""
-    k = len(tail)
-    found = [0] * (2 * k - 1)
-    for i, x in enumerate(a):
-        for j, y in enumerate(b):
-            found[i + j] += x * y
-    for i in range(2 * k - 2, k - 1, -1):
-        for j, c in enumerate(tail):
-            found[i - k + j] += found[i] * c
-    return [x % p for x in found[:k]]
-
-
-def _number(digits: list[int], p: int) -> int:
-    return sum(digit * p**i for i, digit in enumerate(digits))
-
-
-def _distinct(marks: list[int], modulus: int) -> bool:
-    differences = {(a - b) % modulus for a in marks for b in marks if a != b}
-    return len(differences) == len(marks) * (len(marks) - 1)
-
-
-def _from_zero(marks: list[int]) -> tuple[int, ...]:
-    return tuple(mark - marks[0] for mark in marks)
-
-
 SEARCH_GROUPS = 150
-"""Number of groups up to which a ruler is searched for if neither a table nor a construction provides one."""
-
-BUILD_GROUPS = 20_000
-"""Number of groups up to which rulers are constructed; beyond it, only the table of Golomb rulers is used."""
+"""Number of groups up to which a ruler is searched for if the table has none that fits."""
 
 SEARCH_NODES = 20_000
 """Number of marks after which a search gives up. It is not a time limit, so the result is equal on every machine."""
@@ -198,16 +70,16 @@ def ruler(groups: int, redundancy: int) -> tuple[int, ...]:
             redundancy.
     """
     check_size(groups, redundancy)
-    if redundancy <= most_marks(groups):
-        for marks in _known(groups, redundancy):
-            if is_distinct(marks, groups):
-                return marks
-        longest = _longest(groups)
-        if redundancy <= len(longest):
-            return longest[:redundancy]
+    if redundancy in OPTIMAL and is_distinct(OPTIMAL[redundancy], groups):
+        return OPTIMAL[redundancy]
+    longest = _longest(groups)
+    if redundancy <= len(longest):
+        return longest[:redundancy]
     raise UserError(
         f"redundancy {redundancy} cannot be placed on {groups} groups so that two types share at most one of them",
-        _advice(groups, redundancy),
+        f"the largest redundancy for which a ruler of {groups} groups is known is {len(longest)}"
+        if len(longest) > 1
+        else "give 3 groups or more",
     )
 
 
@@ -268,68 +140,15 @@ def most_marks(groups: int) -> int:
 @cache
 def _longest(groups: int) -> tuple[int, ...]:
     for redundancy in range(most_marks(groups), 1, -1):
-        for marks in (*_known(groups, redundancy), *_searched(groups, redundancy)):
-            if is_distinct(marks, groups):
-                return marks
+        if redundancy in OPTIMAL and is_distinct(OPTIMAL[redundancy], groups):
+            return OPTIMAL[redundancy]
+        if groups <= SEARCH_GROUPS and (marks := _searched(groups, redundancy)) is not None:
+            return marks
     return (0,)
 
 
-def _known(groups: int, redundancy: int) -> Iterator[tuple[int, ...]]:
-    """Yield candidate rulers with ``redundancy`` marks, the optimal Golomb ruler first."""
-    if redundancy in OPTIMAL:
-        yield OPTIMAL[redundancy]
-    if groups > BUILD_GROUPS:
-        return
-    if redundancy not in OPTIMAL:
-        yield from _cut(redundancy, groups)
-    for marks, modulus in _special(groups):
-        if modulus == groups and len(marks) >= redundancy:
-            yield marks[:redundancy]
-
-
-def _special(groups: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the constructions whose modulus is exactly ``groups``, with the modulus."""
-    root = math.isqrt(groups)
-    for q in (root - 1, root, root + 1):
-        if prime_power(q) is not None:
-            if q * q + q + 1 == groups:
-                yield singer(q), groups
-            if q * q - 1 == groups:
-                yield bose(q), groups
-            if q * (q - 1) == groups and prime_power(q)[1] == 1:
-                yield ruzsa(q), groups
-
-
-def _cut(redundancy: int, groups: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shortest pieces of Bose's and Ruzsa's rulers, for more marks than the table of Golomb rulers has."""
-    if 3 * redundancy**2 > 2 * groups:
-        return  # their length is at least 0.75 r^2; beyond half the number of groups they rarely fit
-    for q in range(redundancy, redundancy + 12):
-        factors = prime_power(q)
-        if factors is None or factors[1] > 1:
-            continue
-        for marks, modulus in ((bose(q), q * q - 1), (ruzsa(q), q * (q - 1))):
-            if len(marks) >= redundancy:
-                piece = _shortest_piece(marks, modulus, redundancy)
-                if piece[-1] < groups:
-                    yield piece
-
-
-@cache
-def _shortest_piece(marks: tuple[int, ...], modulus: int, size: int) -> tuple[int, ...]:
-    """Return the shortest sequence of ``size`` consecutive marks over all multiples of a modular ruler."""
-    factors = np.array([factor for factor in range(1, modulus // 2 + 1) if math.gcd(factor, modulus) == 1])
-    around = np.sort(factors[:, None] * np.array(marks) % modulus, axis=1)
-    around = np.concatenate([around, around + modulus], axis=1)
-    lengths = around[:, size - 1 : size - 1 + len(marks)] - around[:, : len(marks)]
-    row, start = np.unravel_index(lengths.argmin(), lengths.shape)
-    return tuple(int(mark - around[row, start]) for mark in around[row, start : start + size])
-
-
-def _searched(groups: int, redundancy: int) -> list[tuple[int, ...]]:
-    """Return at most one ruler, from a depth-first search that gives up after ``SEARCH_NODES`` marks."""
-    if groups > SEARCH_GROUPS:
-        return []
+def _searched(groups: int, redundancy: int) -> tuple[int, ...] | None:
+    """Return a ruler from a depth-first search that gives up after ``SEARCH_NODES`` marks."""
     left = SEARCH_NODES
 
     def extended(marks: list[int], used: int) -> list[int] | None:
@@ -350,14 +169,7 @@ def _searched(groups: int, redundancy: int) -> list[tuple[int, ...]]:
         return None
 
     found = extended([0], 0)
-    return [] if found is None else [tuple(found)]
-
-
-def _advice(groups: int, redundancy: int) -> str:
-    largest = largest_redundancy(groups)
-    if largest < 2:
-        return "give 3 groups or more"
-    return f"the largest redundancy for which a ruler of {groups} groups is known is {largest}"
+    return None if found is None else tuple(found)
 
 
 def check_size(groups: int, redundancy: int | None = None) -> None:

@@ -142,9 +142,9 @@ class Checkpointer:
             self._group,
             self._options,
             self._run,
-            data_parallel_random_init=self._random_init,
-            distrusted=self._distrusted,
-            log=self._log,
+            self._random_init,
+            self._distrusted,
+            self._log,
         )
         report = loader.load(state, model, optimizer, scheduler, seed)
         if report is not None and not self._options.finetune and self._saves_into(report.path.parent):

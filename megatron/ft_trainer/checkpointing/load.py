@@ -49,6 +49,7 @@ class LoadReport:
     seconds: float = 0.0
 
 
+@dataclass
 class Loader:
     """Loads checkpoints from one folder. All ranks have to call every method. Arguments are those of ``Checkpointer``.
 
@@ -57,20 +58,13 @@ class Loader:
         distrusted: receives the names of checkpoints that fail verification.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        group: dist.ProcessGroup,
-        options: CheckpointOptions,
-        run: Mapping[str, Any],
-        *,
-        data_parallel_random_init: bool,
-        distrusted: set[str],
-        log: Callable[[str], None],
-    ):
-        self._folder, self._group, self._options, self._run = folder, group, options, run
-        self._random_init = data_parallel_random_init
-        self._distrusted, self._log = distrusted, log
+    folder: Path
+    group: dist.ProcessGroup
+    options: CheckpointOptions
+    run: Mapping[str, Any]
+    data_parallel_random_init: bool
+    distrusted: set[str]
+    log: Callable[[str], None]
 
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
         """Load a checkpoint; see :meth:`Checkpointer.load`."""
@@ -79,26 +73,26 @@ class Loader:
         if found is None:
             return None
         manifest, report = found
-        check_run(report.path, manifest, self._run, self._options.finetune)
+        check_run(report.path, manifest, self.run, self.options.finetune)
         kind = None
-        if not self._options.finetune:
-            ours = content.optimizer_kind(optimizer, self._options.dist_ckpt_optim_fully_reshardable)
+        if not self.options.finetune:
+            ours = content.optimizer_kind(optimizer, self.options.dist_ckpt_optim_fully_reshardable)
             kind = check_optimizer(report.path, manifest, ours)
-        shape, _, _ = rng.grid(self._random_init)
-        wants_rng = not self._options.finetune and manifest.rng_grid is not None
+        shape, _, _ = rng.grid(self.data_parallel_random_init)
+        wants_rng = not self.options.finetune and manifest.rng_grid is not None
         with_rng = wants_rng and shape == manifest.rng_grid
         with _types_checked(report.path):
             wanted = content.to_load(
-                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
+                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self.data_parallel_random_init
             )
             loaded = self._read(report.path, wanted)
             content.apply(loaded, model, optimizer, scheduler, with_optimizer=kind is not None)
-        if not self._options.finetune:
+        if not self.options.finetune:
             content.apply_state(loaded, state)
         if with_rng:
             rng.restore(loaded[rng.KEY])
         elif wants_rng:
-            rng.reseed(seed, manifest.step, self._random_init)
+            rng.reseed(seed, manifest.step, self.data_parallel_random_init)
             names = "PP", "TP", "DP"
             fits, here = _grid(manifest.rng_grid, names), _grid(shape, names)
             self._say(f"generator states are for {fits}, not {here}: reseeded from seed and step")
@@ -118,11 +112,11 @@ class Loader:
             manifest, bad = self._verified(entry)
             if not bad:
                 self._explain_choice(entry, rejected, tracked)
-                return manifest, LoadReport(self._folder / entry.name, entry.step, rejected)
-            self._distrusted.add(entry.name)
+                return manifest, LoadReport(self.folder / entry.name, entry.step, rejected)
+            self.distrusted.add(entry.name)
             rejected.append(f"{entry.name}: {'; '.join(bad)}")
         raise NoUsableCheckpoint(
-            f"no usable checkpoint in {self._folder}:" + "".join(f"\n    {line}" for line in rejected),
+            f"no usable checkpoint in {self.folder}:" + "".join(f"\n    {line}" for line in rejected),
             "restore a sound copy of one, or give a --load folder without checkpoints to start from random weights; "
             "those of NVIDIA's trainer are loaded by it (--nvidia-trainer, or ft run with its checkout)",
         )
@@ -136,49 +130,49 @@ class Loader:
 
         def look() -> tuple[list[dict], str | None]:
             try:
-                entries = [vars(e) for e in inventory.scan(self._folder, may_be_missing=True)]
-                return entries, inventory.tracked_step(self._folder)
+                entries = [vars(e) for e in inventory.scan(self.folder, may_be_missing=True)]
+                return entries, inventory.tracked_step(self.folder)
             except NotADirectoryError as error:
-                problem = f"--load {self._folder}: it is a file, not a folder"
+                problem = f"--load {self.folder}: it is a file, not a folder"
                 raise UserError(problem, "give a folder that this user can read") from error
             except OSError as error:
-                problem = f"--load: {error.filename or self._folder}: {error.strerror}"
+                problem = f"--load: {error.filename or self.folder}: {error.strerror}"
                 raise UserError(problem, "give a folder that this user can read") from error
 
-        found, tracked = from_rank_0(look, self._group)
+        found, tracked = from_rank_0(look, self.group)
         entries = [Entry(**e) for e in found]
         if not entries and tracked is not None:
             raise NoUsableCheckpoint(
-                f"{self._folder / inventory.TRACKER} names step {tracked}, and there is no checkpoint",
+                f"{self.folder / inventory.TRACKER} names step {tracked}, and there is no checkpoint",
                 "restore the checkpoint, or remove that file to start from random weights",
             )
         return entries, tracked
 
     def _candidates(self, entries: list[Entry]) -> list[Entry] | None:
-        step = self._options.ckpt_step
+        step = self.options.ckpt_step
         if step is not None:
             chosen = sorted((e for e in entries if e.step == step), key=lambda e: not e.complete)
             if not chosen or not chosen[0].complete:
                 why = f": {chosen[0].problem}" if chosen else ""
                 steps = ", ".join(str(e.step) for e in entries if e.complete) or "none"
                 raise NoUsableCheckpoint(
-                    f"{self._folder / inventory.checkpoint_name(step)} is no checkpoint{why}",
+                    f"{self.folder / inventory.checkpoint_name(step)} is no checkpoint{why}",
                     f"complete ones are of steps: {steps}",
                 )
             return chosen
         if not entries:
-            if self._options.exit_on_missing_checkpoint:
+            if self.options.exit_on_missing_checkpoint:
                 raise UserError(
-                    f"--load {self._folder} holds no checkpoint, and --exit-on-missing-checkpoint was given",
+                    f"--load {self.folder} holds no checkpoint, and --exit-on-missing-checkpoint was given",
                     "give the folder of a run that saved one",
                 )
-            self._say(f"{self._folder} holds none: starting from random weights")
+            self._say(f"{self.folder} holds none: starting from random weights")
             return None
         return inventory.newest_first(entries)
 
     def _verified(self, entry: Entry) -> tuple[Manifest | None, list[str]]:
         """Return the checkpoint's manifest, and the problems with its files. All ranks share the work."""
-        path = self._folder / entry.name
+        path = self.folder / entry.name
 
         def read() -> tuple[str | None, str]:
             try:
@@ -186,12 +180,12 @@ class Loader:
             except (OSError, ValueError) as error:
                 return None, f"{inventory.MANIFEST}: {error}"
 
-        text, problem = from_rank_0(read, self._group)
+        text, problem = from_rank_0(read, self.group)
         if text is None:
             return None, [problem]
         manifest = Manifest.from_json(text)
         names = inventory.share_of(manifest.files, dist.get_world_size(), dist.get_rank())
-        bad = share(inventory.problems(path, manifest.files, names), self._group)
+        bad = share(inventory.problems(path, manifest.files, names), self.group)
         return manifest, sorted(line for lines in bad for line in lines)
 
     def _read(self, path: Path, wanted: dict) -> dict:
@@ -201,7 +195,7 @@ class Loader:
         if "optimizer" in wanted and not optimizer_state.has_moments(each.key for each in stored.values()):
             wanted["optimizer"] = optimizer_state.without_moments(wanted["optimizer"])
             self._say(f"{path.name} was saved before the optimizer's first step: the optimizer begins without moments")
-        different = share(tensor_differences(wanted, stored), self._group)
+        different = share(tensor_differences(wanted, stored), self.group)
         if any(different):
             lines = dict.fromkeys(line for lines in different for line in lines)
             raise UserError(
@@ -214,7 +208,7 @@ class Loader:
         if rejected:
             listed = "".join(f"\n    {line}" for line in rejected)
             self._say(f"not usable:{listed}\n  loading {entry.name} instead")
-        elif tracked not in (None, str(entry.step)) and self._options.ckpt_step is None:
+        elif tracked not in (None, str(entry.step)) and self.options.ckpt_step is None:
             self._say(
                 f"{inventory.TRACKER} names step {tracked}, the newest complete checkpoint is of step {entry.step}: "
                 f"loading that (--ckpt-step {tracked} asks for the other)"
@@ -222,7 +216,7 @@ class Loader:
 
     def _say(self, text: str) -> None:
         if dist.get_rank() == 0:
-            self._log(f"checkpoint: {text}")
+            self.log(f"checkpoint: {text}")
 
 
 @contextlib.contextmanager
@@ -248,31 +242,9 @@ def _grid(shape: Iterable[int], names: Sequence[str] = ("PP", "TP", "EP")) -> st
     return " x ".join(f"{name}{size}" for name, size in zip(names, shape, strict=False))
 
 
-# The model options that decide which tensors exist, their shapes, or what their values mean.
-SHAPING = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "vocab_size",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
-)
+_MAY_CHANGE = ("rotary", "rope_", "use_rope_", "layernorm_epsilon", "moe_router_")
+"""Beginnings of the names of the model's options that a run may change on purpose."""
+
 _SHOWN = 5
 
 
@@ -328,11 +300,11 @@ def check_optimizer(path: Path, manifest: Manifest, ours: str | None) -> str | N
 
 
 def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the options in ``SHAPING`` that both sides have and that differ, one line each."""
+    """Return the options that both sides have, that differ, and that a run may not change, one line each."""
     return [
         f"{name}: {saved[name]} in the checkpoint, {current[name]} in this run"
-        for name in SHAPING
-        if name in saved and name in current and _comparable(saved[name]) != _comparable(current[name])
+        for name in current
+        if name in saved and not name.startswith(_MAY_CHANGE) and saved[name] != current[name]
     ]
 
 
@@ -342,38 +314,21 @@ def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> 
 
     ``stored``: the result of core's ``load_sharded_metadata``.
     """
-    shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
-    keys = {s.key for s in stored.values()}
+    shapes = {s.key: s.global_shape if isinstance(s, ShardedTensor) else None for s in stored.values()}
     found: dict[str, str] = {}
     for shard in _shards(wanted):
-        if shard.key not in keys:
+        there, here = shapes.get(shard.key), getattr(shard, "global_shape", None)
+        if shard.key not in shapes:
             found[shard.key] = f"{shard.key}: not in the checkpoint"
-            continue
         # core allows a mismatch of tensors that are padded along the vocabulary, whose sizes check_run has compared
-        is_tensor = isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch
-        if is_tensor and shard.key in shapes and shapes[shard.key] != tuple(shard.global_shape):
-            there, here = _shape(shapes[shard.key]), _shape(shard.global_shape)
-            found[shard.key] = f"{shard.key}: {there} in the checkpoint, {here} in this run"
+        elif isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch and there not in (None, here):
+            found[shard.key] = f"{shard.key}: {tuple(there)} in the checkpoint, {tuple(here)} in this run"
     return [found[key] for key in sorted(found)][:_SHOWN]
 
 
-def _shards(wanted: Mapping[str, Any]) -> list[ShardedBase]:
-    shards = []
+def _shards(wanted: Mapping[str, Any]) -> Iterator[ShardedBase]:
     for value in nested_values(wanted):
         if isinstance(value, ShardedTensorFactory):
-            shards += [s for s in nested_values(_listed(value.build())) if isinstance(s, ShardedBase)]
+            yield from (shard for shard in nested_values([value.build()]) if isinstance(shard, ShardedBase))
         elif isinstance(value, ShardedBase):
-            shards.append(value)
-    return shards
-
-
-def _listed(built: Any) -> Any:
-    return built if isinstance(built, dict | list) else [built]
-
-
-def _shape(sizes: Any) -> str:
-    return " x ".join(str(s) for s in sizes) or "a scalar"
-
-
-def _comparable(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+            yield value

@@ -1,16 +1,6 @@
-"""Loads state into core's optimizers, with fixes for torch's Adam inside them.
+"""What of the state of core's optimizers a checkpoint has, and loading it into optimizers with other groups.
 
-Core was written for the optimizers of Apex and Transformer Engine, which count steps per group and not per parameter.
-With torch's optimizers, which are used if neither is installed, core's distributed optimizer
-
-* expects the state of a first step, which a fresh optimizer does not have (an assertion without a message);
-* loads one and the same step tensor into all parameters: torch adds 1 to this tensor once for each parameter, so that
-the step count of the bias correction is too high after a resume;
-* expects a step among the tensors of ``fully_reshardable`` checkpoints, which contain none (a ``KeyError``), and
-overwrites the step loaded from ``dp_reshardable`` checkpoints by that of the fresh optimizer.
-
-So this module removes the step counters while core loads the state, and sets them from the loaded parameter groups
-afterwards.
+``megatron.patches.torch_adam`` lets core read and set the state of torch's Adam, which counts steps per parameter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +12,7 @@ import torch
 from ft.state.snapshot import optimizers
 from ft.state.snapshot.optimizers import wraps_torch_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 
 def parts(optimizer: Any) -> list:
@@ -30,12 +20,10 @@ def parts(optimizer: Any) -> list:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def allocate(optimizer: Any, kind: type = MegatronOptimizer) -> None:
-    """Allocate the state of those torch optimizers of class ``kind`` that have made no step: moments and counts of
-    zero.
-    """
+def allocate(optimizer: Any) -> None:
+    """Allocate the state of those torch optimizers that have made no step: moments and step counts of zero."""
     for part in parts(optimizer):
-        if isinstance(part, kind) and wraps_torch_optimizer(part):
+        if wraps_torch_optimizer(part):
             optimizers.allocate(part.optimizer)
 
 
@@ -99,16 +87,14 @@ def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
 
 def load(optimizer: Any, loaded: Any) -> None:
     """Load a state, as core's ``dist_checkpointing.load`` has returned it, into core's ``optimizer``."""
-    own = parts(optimizer)
-    if not all(wraps_torch_optimizer(part) and isinstance(part, DistributedOptimizer) for part in own):
+    own, numbers = parts(optimizer), sorted(key for key in loaded if isinstance(key, int))
+    saved = [loaded] if "optimizer" in loaded else [loaded[number] for number in numbers]
+    if len(saved) == len(own) or not all(isinstance(part, DistributedOptimizer) for part in own):
         optimizer.load_state_dict(loaded)
         return
-    numbers = sorted(key for key in loaded if isinstance(key, int))
-    saved = [loaded] if "optimizer" in loaded else [loaded[number] for number in numbers]
     for i, part in enumerate(own):
         tensors = (loaded if len(own) == 1 else loaded[i])["param_state"]
-        common = saved[i] if len(saved) == len(own) else _regrouped(part, saved)
-        _load_distributed(part, common, tensors)
+        part.load_state_dict({**_regrouped(part, saved), "param_state": tensors})
 
 
 def _regrouped(part: DistributedOptimizer, saved: list[dict]) -> dict:
@@ -131,20 +117,3 @@ def _identity(group: dict) -> dict:
 
 def _kind(group: dict) -> dict:
     return {key: value for key, value in _identity(group).items() if key != "is_expert_parallel"}
-
-
-@torch.no_grad()
-def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) -> None:
-    """Load the state of one optimizer: ``common`` is the part that is not sharded, ``tensors`` the sharded part."""
-    part.load_state_dict({key: value for key, value in common.items() if key != "param_state"})
-    inner = part.optimizer
-    for of_parameter in inner.state.values():
-        of_parameter.pop("step", None)
-    if common["param_state_sharding_type"] == "fully_reshardable":
-        part.load_parameter_state_from_fully_reshardable(tensors)
-    else:
-        part.load_parameter_state_from_dp_reshardable(tensors)
-    for group in inner.param_groups:
-        step = float(group.pop("step"))
-        for parameter in group["params"]:
-            inner.state[parameter]["step"] = torch.tensor(step)

@@ -29,23 +29,16 @@ class MicrobatchLoader:
 
     A microbatch is a dict of CPU tensors: ``tokens``, ``labels``, ``position_ids`` (micro_batch_size, seq_length)
     int64, ``loss_mask`` (micro_batch_size, seq_length) float32. ``attention_mask`` (micro_batch_size, 1, seq_length,
-    seq_length) bool exists only if the dataset makes one (--reset-attention-mask); without it attention is causal,
-    which megatron-core applies when it gets None.
+    seq_length) bool exists only if the dataset makes one (--reset-attention-mask); without it attention is causal.
 
     Every microbatch advances ``consumed_samples`` by micro_batch_size * data_parallel_size. Its samples depend on
     (seed, consumed_samples) and the rank only, never on what was drawn before.
 
     Args:
-        dataset: an object with a length and samples by index.
-        micro_batch_size: number of samples in a microbatch.
-        data_parallel_rank: rank whose part of the samples is read.
-        data_parallel_size: number of data-parallel ranks.
+        dataset: an object with a length and samples by index. Code that changes its samples has to call ``seek``.
         consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
         num_workers: number of threads that read ahead; 0 reads in the caller's thread.
         pin_memory: whether to put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
-
-    Attributes:
-        dataset: the dataset. Code that changes its samples has to call ``seek`` afterwards.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ of stages. ``swapped`` lists the microbatches that take the swapped way.
 - ``{"do": "transfer", "ops": [...]}``: call ``batch_isend_irecv`` once with all ops in their order, and wait for them.
   An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. Steps may lie
   between an op and the pass that produces or needs its tensor, so the runner has to keep the tensor meanwhile.
-- ``{"do": "flush"}``: wait for all stages.
 """
 
 import json
@@ -60,8 +59,7 @@ def _way_names(routes: Routes, chunks: int) -> dict[tuple[Place, ...], str]:
 def _step(program: Program, names: Mapping, chunks: int, stage: int, step: Step) -> dict[str, Any]:
     routes = program.routes
     if not isinstance(step, Unit):
-        ops = [_op(chunks, stage, message) for message in step]
-        return {"do": "transfer", "ops": ops} if ops else {"do": "flush"}
+        return {"do": "transfer", "ops": [_op(chunks, stage, message) for message in step]}
     value = {
         "do": "backward" if step.backward else "forward",
         "microbatch": step.microbatch,

@@ -1,15 +1,14 @@
 """How the members of FT-HSDP's all-reduce ring connect: the handshake, its two sides, and the options of the sockets.
 
-A ring is connected anew for every quorum; quorums are numbered. Each member dials its right neighbour: a short-lived
-thread connects, and the poll loop of the ring's thread runs the handshakes (:mod:`ft.net.handshake`), a few bytes at a
-time, so that an unauthenticated or silent peer blocks nothing:
+A ring is connected anew for every quorum; quorums are numbered. Each member dials its right neighbour, with a
+connection for control messages and one or more for data. Handshakes (:mod:`ft.net.handshake`) are done in short-lived
+threads, so that an unauthenticated or silent peer blocks nothing:
 
     dialer:   number of the quorum, digest of the members and options, own index, number of the stream
     acceptor: accepted, or why not; number of its quorum; index of the member that it suspects
 
-Before a peer has proved that it knows the run's token, nothing else is accepted from it or sent to it. The connections
-of the left neighbour are accepted, and all others refused. A neighbour that has joined a later quorum than this member
-waits for its answer until this member joins that quorum, too.
+The connections of the left neighbour are accepted, and all others refused. A neighbour that has joined a later quorum
+than this member waits for its answer until this member joins that quorum, too.
 """
 
 import contextlib
@@ -20,19 +19,19 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ft.base.errors import ReplaceNodeError
-from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, NotAMember, Party
+from ft.net.handshake import NotAMember, Party, Refused, accept, dial
 from ft.net.streams import Network
 from ft.systems.hsdp.ring.links import BREAK, READ, Control, Message, Poller
 from ft.systems.hsdp.ring.options import Broken, RingOptions
 
 PURPOSE = "ft-ring-2"
-_BODY, _VERDICT = struct.Struct("!Q16sHH"), struct.Struct("!BQh")
-HELLO_BYTES = GREETING_BYTES + _BODY.size + PROOF_BYTES
-ANSWER_BYTES = _VERDICT.size + PROOF_BYTES
+HELLO, ANSWER = struct.Struct("!Q16sHH"), struct.Struct("!BQh")
+NOBODY = -1
 
 TAKEN, STALE, OTHER_MEMBERS, GIVEN_UP = range(4)
 WHY = {
@@ -42,8 +41,7 @@ WHY = {
 }
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(NamedTuple):
     """Message of a dialer.
 
     Attributes:
@@ -59,206 +57,135 @@ class Hello:
     stream: int
 
 
-def agreement(members: list[str], *options: int) -> bytes:
-    """Return a digest of what all members must have in common: addresses and options (16 bytes)."""
-    return hashlib.sha256(json.dumps([members, options]).encode()).digest()[:16]
-
-
-def party(token: str, is_dialer: bool) -> Party:
-    """Return one end of a handshake of the ring's protocol."""
-    return Party(token, PURPOSE, is_dialer)
-
-
-def write_hello(dialer: Party, theirs: bytes, hello: Hello) -> bytes:
-    """Return the dialer's bytes of the handshake. ``theirs``: the acceptor's challenge."""
-    body = _BODY.pack(hello.number, hello.agreement, hello.sender, hello.stream)
-    return dialer.greeting() + dialer.seal(theirs, body)
-
-
-def read_hello(acceptor: Party, said: bytes) -> tuple[Hello, bytes] | None:
-    """Return a dialer's message and its challenge; None if the dialer is not a member of this run."""
-    try:
-        theirs = acceptor.read_greeting(said[:GREETING_BYTES])
-    except NotAMember:
-        return None
-    body = acceptor.open(theirs, said[GREETING_BYTES:]) if len(said) == HELLO_BYTES else None
-    return None if body is None else (Hello(*_BODY.unpack(body)), theirs)
-
-
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Answer of an acceptor.
 
     Attributes:
         verdict: TAKEN, or the reason why the connection is refused.
         number: number of the acceptor's quorum.
-        suspect: index of the member that is suspected if that quorum was given up; None if unknown.
+        suspect: index of the member that is suspected if that quorum was given up; NOBODY if unknown.
     """
 
     verdict: int
     number: int
-    suspect: int | None = None
+    suspect: int = NOBODY
 
 
-def write_answer(acceptor: Party, theirs: bytes, answer: Answer) -> bytes:
-    """Return the acceptor's bytes of the handshake. ``theirs``: the dialer's challenge."""
-    body = _VERDICT.pack(answer.verdict, answer.number, -1 if answer.suspect is None else answer.suspect)
-    return acceptor.seal(theirs, body)
-
-
-def read_answer(dialer: Party, theirs: bytes, said: bytes) -> Answer | None:
-    """Return an acceptor's answer; None if the acceptor is not a member of this run."""
-    body = dialer.open(theirs, said) if len(said) == ANSWER_BYTES else None
-    if body is None:
-        return None
-    verdict, number, suspect = _VERDICT.unpack(body)
-    return Answer(verdict, number, None if suspect < 0 else suspect)
+def agreement(members: list[str], *options: int) -> bytes:
+    """Return a digest of what all members must have in common: addresses and options (16 bytes)."""
+    return hashlib.sha256(json.dumps([members, options]).encode()).digest()[:16]
 
 
 _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
 """Errors of connecting whose cause is on this node."""
 
 
-class _Call:
-    """One connection during its handshake.
-
-    Attributes:
-        theirs: the neighbour's challenge.
-        said: bytes received of the present message, which has ``wanted`` bytes.
-        is_taken: whether the neighbour has accepted the connection.
-    """
-
-    def __init__(self, connection: socket.socket, hello: Hello, token: str):
-        self.connection, self.hello = connection, hello
-        self.party, self.theirs = party(token, is_dialer=True), b""
-        self.said, self.wanted = bytearray(), GREETING_BYTES
-        self.is_taken = False
-
-
 class Dialer:
-    """Opens the connections of one quorum to the right neighbour. Used by the driver's thread.
+    """Opens the connections of one quorum to the right neighbour, in a thread of its own.
 
     Args:
-        poller: the poll loop that runs the handshakes.
-        network: the network that carries the connections.
-        address: address of the neighbour.
-        index: index of the neighbour among the members.
-        hello: message to send in each handshake; its ``stream`` is replaced.
-        token: token of the run.
+        poller: the poll loop of the ring's thread, which is woken for every connection and for a failure.
     """
 
-    def __init__(self, poller: Poller, network: Network, address: str, index: int, hello: Hello, token: str):
-        self._poller, self._network, self._address = poller, network, address
-        self._index, self._hello, self._token = index, hello, token
+    def __init__(self, poller: Poller, network: Network, address: str, index: int, token: str):
+        self._poller, self._network, self._address, self._index = poller, network, address, index
+        self._token = token
         self._lock = threading.Lock()
-        self._dialled: list[socket.socket | OSError] = []
         self._is_over = False
-        self._calls: list[_Call] = []
+        self._taken: list[socket.socket] = []
+        self._dialled: socket.socket | None = None
+        self._failure: Exception | None = None
 
-    def start(self, streams: int, limit_s: float) -> None:
-        """Start to dial ``streams`` connections (including the control connection), each within ``limit_s`` seconds."""
-        threading.Thread(target=self._dial, args=(streams, limit_s), name="ft-ring-dial", daemon=True).start()
+    def start(self, hello: Hello, streams: int, limit_s: float) -> None:
+        """Start to open ``streams`` connections, each within ``limit_s`` seconds, with ``hello`` for the first one."""
+        threading.Thread(target=self._dial, args=(hello, streams, limit_s), name="ft-ring-dial", daemon=True).start()
 
-    def tend(self) -> None:
-        """Start the handshake on connections that were dialled since the last call.
+    def taken(self, streams: int) -> list[socket.socket] | None:
+        """Return all connections once the neighbour has accepted them, else None. The caller then owns them.
 
         Raises:
-            Broken: the neighbour cannot be reached.
+            Broken: the neighbour cannot be reached, or refuses.
             ReplaceNodeError: this node cannot connect to any other.
         """
         with self._lock:
-            dialled, self._dialled = self._dialled, []
-        for connection in dialled:
-            if isinstance(connection, OSError):
-                raise self._failed(connection)
-            connection.setblocking(False)
-            call = _Call(connection, replace(self._hello, stream=len(self._calls)), self._token)
-            self._calls.append(call)
-            self._poller.watch(connection.fileno(), READ, lambda call=call: self._hear(call))
-
-    def taken(self, streams: int) -> list[socket.socket] | None:
-        """Return all connections once the neighbour has accepted them, else None. The caller then owns them."""
-        if len(self._calls) < streams or not all(call.is_taken for call in self._calls):
-            return None
-        connections, self._calls = [call.connection for call in self._calls], []
-        return connections
+            if self._failure is not None:
+                raise self._failure
+            if len(self._taken) < streams:
+                return None
+            taken, self._taken = self._taken, []
+            return taken
 
     def close(self, why: Broken | None) -> None:
-        """Close the connections that were not handed over, and send the neighbour the reason ``why``. The dialing
-        thread ends by itself.
-        """
+        """Close the connections that were not handed over, and send the neighbour the reason ``why``."""
         with self._lock:
             self._is_over = True
-            dialled, self._dialled = self._dialled, []
-        for connection in dialled:
-            if not isinstance(connection, OSError):
-                connection.close()
-        for call in self._calls:
-            self._poller.forget(call.connection.fileno())
-            if call.is_taken and call.hello.stream == 0 and why is not None:
-                Control(call.connection).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
-            call.connection.close()
-        self._calls = []
+            if self._dialled is not None:
+                _end(self._dialled)
+        if self._taken and why is not None:
+            Control(self._taken[0]).say(_broken(why))
+        for connection in self._taken:
+            connection.close()
 
-    def _dial(self, streams: int, limit_s: float) -> None:
-        for _ in range(streams):
+    def _dial(self, hello: Hello, streams: int, limit_s: float) -> None:
+        for stream in range(streams):
             try:
-                connection: socket.socket | OSError = self._network.dial(self._address, limit_s)
+                connection = self._network.dial(self._address, limit_s)
             except OSError as error:
-                connection = error
+                self._fail(error)
+                return
             with self._lock:
-                if self._is_over:
-                    if not isinstance(connection, OSError):
-                        connection.close()
-                    return
-                self._dialled.append(connection)
-                self._poller.wake()
-            if isinstance(connection, OSError):
+                self._dialled = connection
+                is_over = self._is_over
+            if is_over or not self._introduce(connection, hello._replace(stream=stream), limit_s):
+                with self._lock:
+                    self._dialled = None
+                connection.close()
                 return
 
-    def _hear(self, call: _Call) -> None:
+    def _introduce(self, connection: socket.socket, hello: Hello, limit_s: float) -> bool:
+        """Do the handshake; return whether the neighbour has accepted the connection."""
         try:
-            said = call.connection.recv(call.wanted - len(call.said))
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise self._failed(error) from error
-        if not said:
-            raise Broken(f"{self._name()} hung up: it is no member of this run, or has just ended", self._index)
-        call.said += said
-        if call.wanted == GREETING_BYTES and not call.party.may_begin(call.said):
-            raise Broken(
-                f"{self._name()} does not speak the ring's protocol: another process has that port", self._index
-            )
-        if len(call.said) < call.wanted:
-            return
-        if call.wanted == GREETING_BYTES:
-            self._introduce(call)
-        else:
-            self._understand(call)
-
-    def _introduce(self, call: _Call) -> None:
-        try:
-            call.theirs = call.party.read_greeting(bytes(call.said))
-            call.connection.send(write_hello(call.party, call.theirs, call.hello))
-        except OSError as error:
-            raise self._failed(error) from error
-        call.said, call.wanted = bytearray(), ANSWER_BYTES
-
-    def _understand(self, call: _Call) -> None:
-        answer = read_answer(call.party, call.theirs, bytes(call.said))
-        if answer is None:
-            raise Broken(f"{self._name()} is no member of this run", self._index)
+            said = HELLO.pack(*hello)
+            _, answered = dial(connection, Party(self._token, PURPOSE, True), limit_s, said, ANSWER.size)
+        except TimeoutError:
+            return False  # the member that waits for this neighbour says so
+        except (OSError, Refused) as error:
+            self._fail(error)
+            return False
+        answer = Answer(*ANSWER.unpack(answered))
         if answer.verdict != TAKEN:
             why = f"{self._name()} {WHY.get(answer.verdict, 'refuses')}; its quorum is {answer.number}"
-            raise Broken(why, answer.suspect)
-        self._poller.forget(call.connection.fileno())
-        call.is_taken = True
+            self._fail(Broken(why, None if answer.suspect == NOBODY else answer.suspect))
+            return False
+        connection.setblocking(False)
+        with self._lock:
+            self._dialled = None
+            if not self._is_over:
+                self._taken.append(connection)
+                self._poller.wake()
+            return not self._is_over
 
-    def _failed(self, error: OSError) -> Exception:
-        if error.errno in _LOCAL:
-            return ReplaceNodeError(f"no connection to {self._name()}: {error.strerror}")
-        return Broken(f"{self._name()} cannot be reached: {error.strerror or error}", self._index)
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._failure = self._in_words(error)
+                self._poller.wake()
+
+    def _in_words(self, error: Exception) -> Exception:
+        if isinstance(error, Broken):
+            return error
+        if isinstance(error, Refused):
+            return Broken(f"{self._name()} is no member of this run", self._index)
+        if isinstance(error, NotAMember):
+            how = "does not speak the ring's protocol: another process has that port"
+        elif isinstance(error, ConnectionError) and error.errno is None:
+            how = "hung up: it is no member of this run, or has just ended"
+        else:
+            code, said = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+            if code in _LOCAL:
+                return ReplaceNodeError(f"no connection to {self._name()}: {said}")
+            how = f"cannot be reached: {said}"
+        return Broken(f"{self._name()} {how}", self._index)
 
     def _name(self) -> str:
         return f"the right neighbour, member {self._index} at {self._address},"
@@ -271,49 +198,16 @@ _PAUSE_S = 0.2
 
 @dataclass
 class _Newcomer:
-    """A connection that was accepted by the operating system but not by this member yet.
-
-    Attributes:
-        connection: the connection.
-        party: this side of the handshake.
-        since: time of the connection, in seconds of the monotonic clock.
-        said: bytes received so far.
-        hello: the hello message of the peer; None until it is complete and authenticated.
-        theirs: challenge of the peer, which the answer has to prove.
-    """
+    """A connection whose other end is a member of this run, and that this member has not answered yet."""
 
     connection: socket.socket
     party: Party
-    since: float
-    said: bytearray = field(default_factory=bytearray)
-    hello: Hello | None = None
-    theirs: bytes = b""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a member of a ring expects of the connections that its left neighbour opens to it.
-
-    Attributes:
-        number: number of the quorum.
-        agreement: digest of the addresses and options that all members must have in common.
-        sender: index of the left neighbour among the members.
-        streams: number of connections, including the one for control messages.
-    """
-
-    number: int
-    agreement: bytes
-    sender: int
-    streams: int
+    theirs: bytes
+    hello: Hello
 
 
 class Listener:
     """Accepts the connections of the left neighbour; used by the driver's thread.
-
-    Args:
-        poller: poller of the ring's thread.
-        listener: listening socket.
-        token: secret shared by the processes of the run.
 
     Attributes:
         taken: accepted connections of the left neighbour, by their number; code that removes one has to close it.
@@ -321,18 +215,23 @@ class Listener:
 
     def __init__(self, poller: Poller, listener: socket.socket, token: str):
         self._poller, self._listener, self._token = poller, listener, token
-        self._newcomers: list[_Newcomer] = []
-        self._expected: Expected | None = None
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []  # connections during their handshakes
+        self._greeted: list[_Newcomer] = []  # connections whose handshakes were done since the last look
+        self._waiting: list[_Newcomer] = []
+        self._is_closed = False
+        self._expected: Hello | None = None
+        self._streams = 0
         self._given_up: Answer | None = None
         self._paused_until: float | None = None
         self.taken: dict[int, socket.socket] = {}
         listener.setblocking(False)
         poller.watch(listener.fileno(), READ, self._accept)
 
-    def expect(self, expected: Expected) -> None:
-        """Expect the connections of a quorum from now on, and answer peers that wait already."""
+    def expect(self, hello: Hello, streams: int) -> None:
+        """Expect ``streams`` connections whose first one says ``hello``, and answer peers that wait already."""
         self._drop_taken()
-        self._expected, self._given_up = expected, None
+        self._expected, self._streams, self._given_up = hello, streams, None
         self._judge_all()
 
     def give_up(self, number: int, why: Broken) -> None:
@@ -341,24 +240,31 @@ class Listener:
         The answer names the member that seems to be the cause.
         """
         if 0 in self.taken:
-            Control(self.taken[0]).say(Message(BREAK, suspect=why.suspect, reason=why.reason))
+            Control(self.taken[0]).say(_broken(why))
         self._drop_taken()
-        self._expected, self._given_up = None, Answer(GIVEN_UP, number, why.suspect)
+        suspect = NOBODY if why.suspect is None else why.suspect
+        self._expected, self._given_up = None, Answer(GIVEN_UP, number, suspect)
         self._judge_all()
 
     def tend(self) -> None:
-        """Drop peers whose handshake takes too long, and resume accepting after a pause. Must be called regularly."""
-        now = time.monotonic()
-        for each in [each for each in self._newcomers if each.hello is None and now - each.since > _HELLO_S]:
-            self._drop(each)
-        if self._paused_until is not None and now > self._paused_until:
+        """Answer peers whose handshakes are done, and resume accepting after a pause. Must be called regularly."""
+        with self._lock:
+            greeted, self._greeted = self._greeted, []
+        if greeted:
+            self._waiting += greeted
+            self._judge_all()
+        if self._paused_until is not None and time.monotonic() > self._paused_until:
             self._paused_until = None
             self._poller.watch(self._listener.fileno(), READ, self._accept)
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for connection in self._strangers:
+                _end(connection)
         self._drop_taken()
-        for each in list(self._newcomers):
-            self._drop(each)
+        for newcomer in (*self._greeted, *self._waiting):
+            newcomer.connection.close()
         self._poller.forget(self._listener.fileno())
         self._listener.close()
 
@@ -371,73 +277,80 @@ class Listener:
             self._paused_until = time.monotonic() + _PAUSE_S
             self._poller.forget(self._listener.fileno())
             return
-        if len(self._newcomers) >= _MAX_NEWCOMERS:
-            self._drop(next((each for each in self._newcomers if each.hello is None), self._newcomers[0]))
-        connection.setblocking(False)
-        newcomer = _Newcomer(connection, party(self._token, is_dialer=False), time.monotonic())
-        self._newcomers.append(newcomer)
-        self._poller.watch(connection.fileno(), READ, lambda: self._hear(newcomer))
-        self._say(newcomer, newcomer.party.greeting())
-
-    def _hear(self, newcomer: _Newcomer) -> None:
+        with self._lock:
+            self._strangers.append(connection)
+            if len(self._strangers) > _MAX_NEWCOMERS:
+                _end(self._strangers[0])
+        if len(self._waiting) > _MAX_NEWCOMERS:
+            self._waiting.pop(0).connection.close()
         try:
-            said = newcomer.connection.recv(HELLO_BYTES)
-        except BlockingIOError:
+            threading.Thread(target=self._greet, args=(connection,), name="ft-ring-greet", daemon=True).start()
+        except RuntimeError:  # no thread can be started now; the peer finds its connection closed
+            self._dismiss(connection)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Do the handshake up to the answer, which the ring's thread gives."""
+        party = Party(self._token, PURPOSE, False)
+        try:
+            theirs, said = accept(connection, party, _HELLO_S, HELLO.size, ANSWER.size)
+        except (OSError, Refused):
+            self._dismiss(connection)
             return
-        except OSError:
-            said = b""
-        newcomer.said += said
-        if not said or len(newcomer.said) > HELLO_BYTES:
-            self._drop(newcomer)
-        elif len(newcomer.said) == HELLO_BYTES:
-            heard = read_hello(newcomer.party, bytes(newcomer.said))
-            if heard is not None:
-                newcomer.hello, newcomer.theirs = heard
-            self._judge(newcomer)
+        connection.setblocking(False)
+        with self._lock:
+            self._strangers.remove(connection)
+            if self._is_closed:
+                connection.close()
+                return
+            self._greeted.append(_Newcomer(connection, party, theirs, Hello(*HELLO.unpack(said))))
+            self._poller.wake()
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.remove(connection)
+        connection.close()
 
     def _judge_all(self) -> None:
-        for each in [each for each in self._newcomers if each.hello is not None]:
-            self._judge(each)
+        self._waiting = [newcomer for newcomer in self._waiting if not self._judge(newcomer)]
 
-    def _judge(self, newcomer: _Newcomer) -> None:
+    def _judge(self, newcomer: _Newcomer) -> bool:
+        """Answer a peer; return False if it has to wait until this member joins its quorum."""
         hello, expected, given_up = newcomer.hello, self._expected, self._given_up
-        if hello is None:
-            self._drop(newcomer)
-        elif given_up and hello.number <= given_up.number:
-            self._refuse(newcomer, given_up)
+        if given_up and hello.number <= given_up.number:
+            answer = given_up
         elif expected is None or hello.number > expected.number:
-            return  # the peer waits until this member joins that quorum
+            return False
         elif hello.number < expected.number:
-            self._refuse(newcomer, Answer(STALE, expected.number))
+            answer = Answer(STALE, expected.number)
         elif (hello.agreement, hello.sender) != (expected.agreement, expected.sender):
-            self._refuse(newcomer, Answer(OTHER_MEMBERS, expected.number))
-        elif hello.stream in self.taken or hello.stream >= expected.streams:
-            self._drop(newcomer)
+            answer = Answer(OTHER_MEMBERS, expected.number)
+        elif hello.stream in self.taken or hello.stream >= self._streams:
+            newcomer.connection.close()
+            return True
         else:
-            self._say(newcomer, write_answer(newcomer.party, newcomer.theirs, Answer(TAKEN, expected.number)))
-            self._forget(newcomer)
-            self.taken[hello.stream] = newcomer.connection
-
-    def _refuse(self, newcomer: _Newcomer, answer: Answer) -> None:
-        self._say(newcomer, write_answer(newcomer.party, newcomer.theirs, answer))
-        self._drop(newcomer)
-
-    def _say(self, newcomer: _Newcomer, what: bytes) -> None:
+            answer = Answer(TAKEN, expected.number)
         with contextlib.suppress(OSError):  # the peer is gone, which the next read will show
-            newcomer.connection.send(what)
-
-    def _forget(self, newcomer: _Newcomer) -> None:
-        self._poller.forget(newcomer.connection.fileno())
-        self._newcomers.remove(newcomer)
-
-    def _drop(self, newcomer: _Newcomer) -> None:
-        self._forget(newcomer)
-        newcomer.connection.close()
+            newcomer.connection.send(newcomer.party.seal(newcomer.theirs, ANSWER.pack(*answer)))
+        if answer.verdict == TAKEN:
+            self.taken[hello.stream] = newcomer.connection
+        else:
+            newcomer.connection.close()
+        return True
 
     def _drop_taken(self) -> None:
         for connection in self.taken.values():
             connection.close()
         self.taken = {}
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection that another thread uses, which then closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _broken(why: Broken) -> Message:
+    return Message(BREAK, suspect=why.suspect, reason=why.reason)
 
 
 _SETTINGS = Path("/proc/sys/net")

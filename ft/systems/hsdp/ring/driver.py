@@ -16,7 +16,7 @@ import torch
 from ft.base.errors import RecoverableError
 from ft.net.streams import Network
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
-from ft.systems.hsdp.ring.connect import Dialer, Expected, Hello, Listener, agreement, tuned
+from ft.systems.hsdp.ring.connect import Dialer, Hello, Listener, agreement, tuned
 from ft.systems.hsdp.ring.flow import Reducer
 from ft.systems.hsdp.ring.links import Links, Poller
 from ft.systems.hsdp.ring.options import Broken, Outcome, Pending, RingOptions
@@ -34,8 +34,6 @@ class Members:
 
     Attributes:
         number: number of the quorum; -1 before the first one.
-        addresses: addresses of the members, in the order of the ring.
-        me: index of this member.
     """
 
     number: int
@@ -48,10 +46,7 @@ class Operation:
     """A job: one all-reduce. See :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`.
 
     Attributes:
-        tensor: the tensor, which is replaced by the result.
-        scale: factor by which the sum is multiplied.
         after: called before the tensor is read; None: the tensor is ready, and in host memory.
-        pending: handle that receives the outcome.
     """
 
     tensor: torch.Tensor
@@ -94,12 +89,6 @@ class Driver:
     """The thread of a :class:`ft.systems.hsdp.ring.ring.Ring`, its queue of jobs and its connections.
 
     Other threads may call the methods without an underscore.
-
-    Args:
-        network: network that carries the connections.
-        listener: listening socket at which the left neighbour connects.
-        token: secret shared by the processes of the run.
-        options: options of the ring.
     """
 
     def __init__(self, network: Network, listener: socket.socket, token: str, options: RingOptions):
@@ -262,15 +251,13 @@ class Driver:
         agreed = agreement(members.addresses, *options.shared())
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
-        self._door.expect(Expected(members.number, agreed, left, streams))
-        said = Hello(members.number, agreed, members.me, 0)
-        dialer = Dialer(self._poller, self._network, members.addresses[right], right, said, self._token)
-        dialer.start(streams, self._limit)
+        self._door.expect(Hello(members.number, agreed, left, 0), streams)
+        dialer = Dialer(self._poller, self._network, members.addresses[right], right, self._token)
+        dialer.start(Hello(members.number, agreed, members.me, 0), streams, self._limit)
         until = time.monotonic() + self._limit
         why = None
         try:
             while links.left is None or links.right is None:
-                dialer.tend()
                 if links.right is None and (connections := dialer.taken(streams)):
                     links.join(RIGHT, right, tuned(connections, options))
                 if links.left is None and len(self._door.taken) == streams:

@@ -46,9 +46,7 @@ def items(elements: int, members: int, me: int, chunk: int, chunks: int) -> tupl
     Item i of a member is received as item i of its right neighbour, with the same number of elements.
 
     Args:
-        elements: number of elements of the tensor.
         members: N, the number of members, at least 2.
-        me: index of this member in the ring.
         chunk: S, the size of a chunk in elements.
         chunks: C, the number of chunks of a part.
     """
@@ -98,39 +96,25 @@ def check(tensor: torch.Tensor) -> None:
 
 
 class Buffers:
-    """Buffers of a ring, allocated once: one received chunk for each stream, and the sums that wait to be sent.
+    """Buffers of a ring, allocated once.
 
     Args:
         chunk: size of a chunk, in fp32 elements.
-        chunks: number of chunks of a part.
-        streams: number of data connections to a neighbour.
 
     Attributes:
-        slots: number of sums that can wait to be sent.
-        received: buffer for received chunks, fp32 of shape (streams, chunk).
+        received: one received chunk for each stream, fp32 of shape (streams, chunk).
     """
 
     def __init__(self, chunk: int, chunks: int, streams: int):
-        self.slots = 2 * chunks
         self.received = torch.zeros(streams, chunk)
-        self._chunk = chunk
+        self._shape = 2 * chunks, chunk
         self._waiting: torch.Tensor | None = None
-        self._scratch: torch.Tensor | None = None
 
     def waiting(self) -> torch.Tensor:
-        """Return the buffer for sums that wait to be sent, fp32 of shape (slots, chunk).
-
-        It is only needed if sums are kept in another type than that of the tensor.
-        """
+        """Return the buffer for fp32 sums of bf16 tensors that wait to be sent, of shape (slots, chunk)."""
         if self._waiting is None:
-            self._waiting = torch.zeros(self.slots, self._chunk)
+            self._waiting = torch.zeros(self._shape)
         return self._waiting
-
-    def scratch(self) -> torch.Tensor:
-        """Return a buffer for one chunk of sums."""
-        if self._scratch is None:
-            self._scratch = torch.zeros(self._chunk)
-        return self._scratch
 
 
 class Numbers(ABC):
@@ -184,19 +168,9 @@ class Numbers(ABC):
         return True
 
 
-def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffers: Buffers) -> Numbers:
-    """Return the arithmetic for ``tensor``, chosen by the tensor's type and the number of members.
-
-    Args:
-        tensor: the tensor to reduce.
-        scale: factor by which the sum is multiplied.
-        members: number of members of the ring.
-        wide_sums: whether sums of bf16 are sent in fp32.
-        buffers: buffers of the ring.
-    """
-    if tensor.dtype == torch.float32:
-        return InPlace(tensor, scale, members, buffers)
-    return (Widened if wide_sums and members > 2 else Narrow)(tensor, scale, members, buffers)
+def of(tensor: torch.Tensor, scale: float, members: int, buffers: Buffers) -> Numbers:
+    """Return the arithmetic for ``tensor`` in host memory, whose sum over ``members`` is multiplied by ``scale``."""
+    return (InPlace if tensor.dtype == torch.float32 else Widened)(tensor, scale, members, buffers)
 
 
 class InPlace(Numbers):
@@ -205,10 +179,9 @@ class InPlace(Numbers):
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         self._elements, self._width = tensor.detach().view(-1), tensor.element_size()
         self._bytes = memoryview(self._elements.view(torch.uint8).numpy())
-        self._received = buffers.received.view(tensor.dtype)
+        self._received = buffers.received
         self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
         self._scale, self._last = scale, members - 2
-        self._arrays = (self._elements.numpy(), self._received.numpy()) if self._width == _WIDE else None
 
     def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
@@ -228,38 +201,19 @@ class InPlace(Numbers):
     def _sum(self, index: int, item: Item, stream: int) -> None:
         """Add a received chunk of partial sums to this member's values, and scale the last sum."""
         first, behind = item.receive
-        elements, received = self._arrays
-        own = elements[first:behind]
-        np.add(received[stream, : behind - first], own, out=own)
+        own = self._elements[first:behind].numpy()
+        np.add(self._received[stream, : behind - first].numpy(), own, out=own)
         if item.step == self._last and self._scale != 1:
             np.multiply(own, np.float32(self._scale), out=own)
 
 
-class Narrow(InPlace):
-    """bf16 tensors with sums in bf16, for two members or without ``RingOptions.wide_sums``.
-
-    Each addition is computed in fp32 and rounded to bf16; the last sum is scaled before it is rounded.
-    """
-
-    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
-        super().__init__(tensor, scale, members, buffers)
-        self._scratch = buffers.scratch()
-
-    def _sum(self, index: int, item: Item, stream: int) -> None:
-        first, behind = item.receive
-        own, got = self._elements[first:behind], self._received[stream, : behind - first]
-        if item.step < self._last or self._scale == 1:
-            own.add_(got)
-        else:
-            own.copy_(self._scratch[: behind - first].copy_(own).add_(got).mul_(self._scale))
-
-
 class Widened(InPlace):
-    """bf16 tensors with more than two members: inputs and results are sent in bf16, intermediate sums in fp32."""
+    """bf16 tensors: inputs and results are sent in bf16, intermediate sums in fp32, so that a sum is rounded once."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
         super().__init__(tensor, scale, members, buffers)
-        self._wide, self._slots, self._waiting = buffers.received, buffers.slots, buffers.waiting()
+        self._waiting = buffers.waiting()
+        self._slots = len(self._waiting)
         self._waiting_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in self._waiting]
 
     def outgoing(self, index: int, item: Item) -> memoryview:
@@ -280,11 +234,13 @@ class Widened(InPlace):
 
     def _sum(self, index: int, item: Item, stream: int) -> None:
         first, behind = item.receive
-        size = behind - first
-        own = self._elements[first:behind]
+        size, own = behind - first, self._elements[first:behind]
+        got = (self._received if item.step else self._received.view(own.dtype))[stream, :size]
         if item.step < self._last:
-            got = (self._wide if item.step else self._received)[stream, :size]
             self._waiting[index % self._slots, :size].copy_(own).add_(got)
-            return
-        total = self._wide[stream, :size].add_(own)
-        own.copy_(total if self._scale == 1 else total.mul_(self._scale))
+        elif item.step:
+            own.copy_(got.add_(own) if self._scale == 1 else got.add_(own).mul_(self._scale))
+        elif self._scale == 1:  # two members: torch adds in fp32, and rounds once
+            own.add_(got)
+        else:
+            own.copy_(self._waiting[0, :size].copy_(own).add_(got).mul_(self._scale))

@@ -19,22 +19,18 @@ class RingOptions:
         chunk_bytes: chunk size S, the bytes that are sent, received and added at once, counted in fp32.
         chunks: C, the number of chunks per member in a partition (the part of a tensor that is reduced at once); at
             most S x C bytes are in flight to a neighbour.
-        wide_sums: whether sums of bf16 tensors are sent in fp32 and rounded once, which takes (3N-4)/(2N-2) times the
-            bytes for N members; otherwise they are sent in bf16, and every member that adds rounds, as in gloo and
-            NCCL.
         streams: number of connections that carry data to a neighbour.
         limit_s: time limit without progress, in seconds, until ``Ring.expect`` sets another one.
     """
 
     chunk_bytes: int = CHUNK_BYTES["cpu"]
     chunks: int = 2
-    wide_sums: bool = True
     streams: int = 1
     limit_s: float = 60.0
 
     def shared(self) -> tuple[int, ...]:
         """Return the options that all members must have in common."""
-        return self.chunk_bytes, self.chunks, int(self.wide_sums), self.streams
+        return self.chunk_bytes, self.chunks, self.streams
 
     def check(self) -> None:
         """Raise UserError if no ring can run with these options."""

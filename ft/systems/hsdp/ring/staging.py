@@ -60,13 +60,7 @@ class Staging:
 
     The calling thread's current device becomes ``device``.
 
-    Args:
-        device: the device.
-        options: options of the ring.
-
     Attributes:
-        device: as passed.
-        stream: the CUDA stream.
         slots: number of buffers in ``received`` and in ``waiting``.
         add: function that adds a received chunk.
         first: buffers for chunks of the tensor that are sent unchanged, fp32 of shape (rows, chunk).
@@ -113,26 +107,12 @@ class Staged(Numbers):
 
     Args:
         tensor: the tensor; the staging's stream has to wait already for the work that produces it.
-        scale: factor by which the sum is multiplied.
-        members: number of members of the ring.
-        wide_sums: whether sums of bf16 are sent in fp32 (:class:`ft.systems.hsdp.ring.options.RingOptions`).
-        staging: stream and buffers of the tensor's device.
-        plan: all items of the all-reduce, in order.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        scale: float,
-        members: int,
-        wide_sums: bool,
-        staging: Staging,
-        plan: Sequence[Item],
-    ):
+    def __init__(self, tensor: torch.Tensor, scale: float, members: int, staging: Staging, plan: Sequence[Item]):
         self._elements, self._staging, self._slots = tensor.detach().view(-1), staging, staging.slots
         self._scale, self._last = scale, members - 2
         self._own = tensor.dtype
-        self._sums = torch.float32 if wide_sums else tensor.dtype
         self._queued: deque[_Queued] = deque()
         self._done = bytearray(len(plan))  # items that were received, and whose chunk the device has read
         self._at_first = [(index, item) for index, item in enumerate(plan) if not item.step]
@@ -213,7 +193,7 @@ class Staged(Numbers):
 
     def _type(self, step: int) -> torch.dtype:
         """Return the type of elements on the wire in ``step``."""
-        return self._sums if 0 < step <= self._last else self._own
+        return torch.float32 if 0 < step <= self._last else self._own
 
     def _first(self, index: int, size: int) -> torch.Tensor:
         return staged(self._staging.first[self._rows[index]], size, self._own)

@@ -28,11 +28,6 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
 
     In a fixed order, each stack position has one type, so the matching of HK-Fixed is only a test of coverage.
 
-    Args:
-        orders: the type at each stack position of each group, int [N, r].
-        alive: which groups are alive, bool [N].
-        stack: number of positions.
-
     Returns:
         bool [N].
     """
@@ -42,28 +37,13 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
 
 
 def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return the types of which no host survives, in ascending order.
-
-    Args:
-        hosts: the groups that host each type, int [N, r].
-        alive: which groups are alive, bool [N].
-    """
+    """Return the types of which no host survives, in ascending order."""
     return np.flatnonzero(~alive[hosts].any(axis=1))
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted.
-
-    Attributes:
-        name: "numba" or "interpreted".
-        lose: removes failed groups (``core.lose``).
-        missing: lists the types that only failed groups have computed in a step (``core.missing``).
-        bring_back: adds a group that has returned (``core.bring_back``).
-        trial: removes groups one by one until a shard type has no host left (``core.trial``).
-        start: sets a state to the initial layout (``core.start``).
-        numbers: converts integers to the sequences that these functions take: arrays if compiled, else lists.
-    """
+    """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted."""
 
     name: str
     lose: Callable
@@ -95,12 +75,7 @@ def engine(accelerate: bool | None = None) -> Engine:
 
 
 def state_of(placement: Placement, chosen: Engine) -> core.State:
-    """Return a new state of the controller's core, in which all groups are alive and no shard type has moved.
-
-    Args:
-        placement: which group hosts which shard types.
-        chosen: the engine whose functions will take the state.
-    """
+    """Return a new state of the controller's core, in which all groups are alive and no shard type has moved."""
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, core.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
@@ -161,15 +136,7 @@ def _compiled() -> Engine:
 
 
 class Saved(NamedTuple):
-    """A saved state of the controller, for N groups and N shard types of which each group hosts r.
-
-    Attributes:
-        placement: the initial placement of types on groups.
-        stack: S, the number of types that each group computes.
-        alive: which groups are alive, bool [N].
-        orders: the type at each stack position of each group, int64 [N, r].
-        owners: the group that computes each type, int64 [N].
-    """
+    """A saved state of the controller, for N groups and N shard types of which each group hosts r."""
 
     placement: Placement
     stack: int
@@ -243,8 +210,6 @@ class Move(NamedTuple):
     """A type that moves into the first S positions of a group's stack, in exchange with the type at its new position.
 
     Attributes:
-        group: group whose stack changes.
-        kind: the type.
         from_position: previous position; None in a group that returns, because its order begins anew.
         to_position: new position, less than S.
     """
