@@ -488,16 +488,13 @@ def lose(o: Options, e: Events, s: State) -> None:
     if fell and not s.whole[ANEW] and (s.whole[UP] == 0 or s.whole[ENDS] > 0):
         s.whole[LOSSES] += 1
         roll_back(s)
+        s.whole[HITS] = len(s.up)
         for unit in range(len(s.up)):
+            s.hits[unit] = unit
             if s.up[unit]:
                 take_down(o, s, unit)
-            if s.ready[unit] == NEVER:
-                revive(o, e, s, unit)
-            else:
-                s.ready[unit] = max(s.ready[unit], s.real[NOW] + o.real[RESTART])
-    elif s.whole[ANEW] or o.whole[RETURNS]:
-        for i in range(s.whole[HITS]):
-            revive(o, e, s, s.hits[i])
+    if s.whole[ANEW] or o.whole[RETURNS]:
+        revive_all(o, e, s)
     forget(s)
     set_pace(o, s)
 
@@ -515,8 +512,22 @@ def pause(o: Options, e: Events, s: State) -> None:
     x[QUIET] = max(x[QUIET], x[NOW] + wait) if o.whole[DROPS] else max(x[QUIET], x[NOW]) + wait
 
 
+def revive_all(o: Options, e: Events, s: State) -> None:
+    """Give the units that were struck standbys, those that lack the fewest nodes first."""
+    most = 0
+    for i in range(s.whole[HITS]):
+        most = max(most, s.missing[s.hits[i]])
+    for lacking in range(most + 1):
+        for i in range(s.whole[HITS]):
+            if s.missing[s.hits[i]] == lacking:
+                revive(o, e, s, s.hits[i])
+
+
 def revive(o: Options, e: Events, s: State, unit: int) -> None:
     """Give a lost unit standbys, and begin its restart if its nodes are complete."""
+    if s.ready[unit] != NEVER:  # it has begun, with the state of units that are lost now
+        s.ready[unit] = max(s.ready[unit], s.real[NOW] + o.real[RESTART])
+        return
     whole_before = s.missing[unit]
     bad = fill(o, e, s, unit)
     if s.missing[unit] > 0:
