@@ -140,8 +140,7 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
     if worker.assembled and report.epoch < state.epoch:
         out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
         return
-    again, worker.assembled, worker.arrived = worker.assembled, True, report.groups
-    worker.inherited = report.holdings
+    again, worker.assembled, worker.arrived = worker.assembled, True, report
     if again:
         out.add(f"{report.worker} has arrived again")
         return

@@ -171,7 +171,8 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     under_way.verdicts, under_way.in_vain = [], True
     held = state.by_rank()
     empty = [rank for rank, w in held.items() if w.empty]
-    groups = {rank: w.arrived if w.empty or w.release is None else w.release.groups for rank, w in held.items()}
+    last = {rank: w.arrived if w.empty or w.release is None else w.release for rank, w in held.items()}
+    groups = {rank: report.groups if report is not None else [] for rank, report in last.items()}
     plan = plan_rebuild(groups, empty)
     state.repair = m.Repair(
         state.epoch,

@@ -491,7 +491,7 @@ def _held(worker: Worker) -> Holdings | None:
     """Return the snapshots that a worker has reported; those that a joiner has inherited count."""
     if worker.release is not None:
         return worker.release.holdings
-    return worker.inherited if worker.inherited != Holdings() else None
+    return worker.arrived.holdings if worker.arrived is not None and worker.arrived.holdings != Holdings() else None
 
 
 def without_memory(state: State, why: str) -> Situation:

@@ -27,7 +27,7 @@ from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.control import devices
 from ft.job.control.failures import Fault, react
-from ft.job.control.state import RUNNING, Decisions, State, Straggler, Vacancy, Worker
+from ft.job.control.state import RUNNING, Decisions, State, Vacancy, Worker
 from ft.job.messages import PaceJudged, StepTimes
 from ft.record.metrics import Span, as_line
 
@@ -113,8 +113,8 @@ PAUSE_STEPS = 200
 """After a straggler was replaced, none is replaced for so many steps: a cause that stays does not use up standbys."""
 
 
-def present(state: State) -> dict[int, Straggler]:
-    """Return logical rank -> its worker, for the stragglers that still have their seats."""
+def present(state: State) -> dict[int, PaceJudged]:
+    """Return logical rank -> the report on its worker, for the stragglers that still have their seats."""
     return {rank: slow for rank, slow in state.stragglers.items() if state.seats.get(rank) == slow.worker}
 
 
@@ -131,7 +131,7 @@ def pace_judged(state: State, now: float, report: m.PaceJudged, out: Decisions) 
         if known is not None:
             out.note(events.STRAGGLER_GONE, **_place(state, worker, report), ratio=report.ratio)
         return
-    state.stragglers[report.rank] = Straggler(worker.name, report.step, report.ratio, report.cause)
+    state.stragglers[report.rank] = report
     out.add(f"{who} is slow: its own work takes {report.ratio:.3f} times as long as that of the others")
     if known is None:
         detail = {"own_s": report.own_s, "usual_s": report.usual_s, "cause": report.cause, "steps": report.steps}
