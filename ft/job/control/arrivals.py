@@ -336,14 +336,7 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
 
 
 def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], whose: str) -> list[str]:
-    """Return one sentence for each setting that differs.
-
-    Args:
-        mine: the settings of one worker.
-        who: its name.
-        theirs: the settings of the other worker.
-        whose: its name.
-    """
+    """Return one sentence for each setting that differs between the workers ``who`` and ``whose``."""
     differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
     found = [
         f"{name}: {mine.get(name, _UNSET)} ({who}), {theirs.get(name, _UNSET)} ({whose})" for name in differ[:_MOST]

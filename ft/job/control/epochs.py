@@ -38,15 +38,7 @@ def vacate(state: State, worker: Worker, now: float) -> None:
 
 
 def close(state: State, now: float, reason: str, ranks: list[int], out: Decisions) -> None:
-    """Close the epoch if it is open, and record the failed logical ranks in the recovery in progress.
-
-    Args:
-        state: state of the control plane, which is changed.
-        now: the present time, in seconds.
-        reason: why the epoch ends, for people.
-        ranks: logical ranks that have failed.
-        out: collects the order and the event.
-    """
+    """Close the epoch if it is open, and record the failed logical ranks in the recovery in progress."""
     if state.recovery is None:
         state.recovery = Recovery(now, state.epoch, reason)
     state.recovery.ranks += [rank for rank in ranks if rank not in state.recovery.ranks]
