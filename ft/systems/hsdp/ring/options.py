@@ -63,7 +63,7 @@ class Outcome:
 
 
 class Broken(RecoverableError):
-    """The connections of the ring cannot be used any more; it has to be reconfigured for the next quorum of replicas."""
+    """The ring of this quorum cannot be used any more; it has to be reconfigured for the next quorum of replicas."""
 
     def __init__(self, reason: str, suspect: int | None = None):
         self.reason, self.suspect = reason, suspect
