@@ -13,59 +13,44 @@ from megatron.core.utils import unwrap_model
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Options, check, schema
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
-from megatron.ft_trainer.arguments.topics import CheckpointOptions, TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.checkpointing import inventory
-from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
-from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.data.indexed import read_sidecar
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.ft_trainer.initialize import init_model_parallel, init_process_group, seed_everything
-from megatron.ft_trainer.job import say
 from megatron.ft_trainer.launcher import Launch
-from megatron.ft_trainer.pretrain import run_info
 
 
 @dataclass
 class Trained:
-    """A model ready for inference, with the tokenizer, options and step that it was trained with."""
+    """A model ready for inference, with the tokenizer and the options that it was trained with."""
 
     chunk: torch.nn.Module
     tokenizer: Tokenizer
     options: Options
-    step: int
 
 
 def load_for_inference(folder: Path) -> Trained:
-    """Load the newest valid checkpoint in ``folder``, of either trainer, as one whole model, in a world of one rank.
+    """Load the newest checkpoint in ``folder``, of either trainer, as one whole model, in a world of one rank.
 
     Raises:
-        UserError: there is no checkpoint, or none that passes verification.
+        UserError: there is no checkpoint, or none of the reference trainer's that passes verification.
     """
-    nvidias = _newest_of_nvidias(folder)
-    options = stored_options(folder) if nvidias is None else options_of_nvidias(nvidias)
-    options.core = options.core.on_one_rank()
-    options.checkpoint = CheckpointOptions(load=str(folder), finetune=True)
-    options.training.global_batch_size = None
+    checkpoint = newest_of_nvidias(folder) or newest_sound(folder)
+    options = options_in(checkpoint)
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
     init_model_parallel(options.core, layout)
     seed_everything(options)
-    tokenizer = build_tokenizer(options.tokenizer, options.data.prefix if nvidias is not None else None)
-    vocab_size = options.tokenizer.padded_vocab_size
-    _, chunks = model.build_model(options, layout, vocab_size)
-    if nvidias is not None:
-        part = unwrap_model(chunks[0])
-        part.load_state_dict(dist_checkpointing.load({"model": part.sharded_state_dict()}, str(nvidias))["model"])
-        part.eval()
-        return Trained(part, tokenizer, options, int(nvidias.name.rpartition("_")[2]))
-    checkpointer = Checkpointer(options.checkpoint, layout=vars(layout), run_info=run_info(options, tokenizer), log=say)
-    report = checkpointer.load(TrainState(), chunks, None, None, options.training.seed)
-    checkpointer.close()
-    chunks[0].eval()
-    return Trained(chunks[0], tokenizer, options, report.step)
+    tokenizer = build_tokenizer(options.tokenizer, options.data.prefix)
+    _, (chunk,) = model.build_model(options, layout, options.tokenizer.padded_vocab_size)
+    part = unwrap_model(chunk)
+    part.load_state_dict(dist_checkpointing.load({"model": part.sharded_state_dict()}, str(checkpoint))["model"])
+    chunk.eval()
+    return Trained(chunk, tokenizer, options)
 
 
-def _newest_of_nvidias(folder: Path) -> Path | None:
+def newest_of_nvidias(folder: Path) -> Path | None:
     """Return the checkpoint that the tracker file of NVIDIA's trainer names; None if it is one of this trainer."""
     try:
         newest = folder / f"iter_{int((folder / inventory.TRACKER).read_text()):07d}"
@@ -74,8 +59,25 @@ def _newest_of_nvidias(folder: Path) -> Path | None:
     return newest if newest.is_dir() and not (newest / inventory.MANIFEST).exists() else None
 
 
-def options_of_nvidias(checkpoint: Path) -> Options:
-    """Return the model's options and the tokenizer's that NVIDIA's trainer has stored in a checkpoint.
+def newest_sound(folder: Path) -> Path:
+    """Return the newest checkpoint of the reference trainer whose files are as their manifest says.
+
+    Raises:
+        UserError: there is none.
+    """
+    wrong = []
+    for entry in inventory.newest_first(inventory.scan(folder)) if folder.is_dir() else ():
+        checkpoint = folder / entry.name
+        found = inventory.problems(checkpoint, inventory.read_manifest(checkpoint).files)
+        if not found:
+            return checkpoint
+        wrong += found
+    problem = "".join([f"{folder} holds no complete checkpoint", *(f"\n    {line}" for line in wrong)])
+    raise UserError(problem, "give a --save folder of pretrain_gpt.py")
+
+
+def options_in(checkpoint: Path) -> Options:
+    """Return the model's options and the tokenizer's that either trainer has stored in a checkpoint.
 
     Raises:
         UserError: the checkpoint has none.
@@ -84,34 +86,22 @@ def options_of_nvidias(checkpoint: Path) -> Options:
     if given is None:
         raise UserError(f"{checkpoint} does not say what model it has", "give a --save folder of pretrain_gpt.py")
     values, options = vars(given), Options()
-    core = {name: values[name] for name in OF_THE_MODEL if name in values}
+    core = {name: values[name] for name in (*OF_THE_MODEL, "transformer_impl", "bf16", "fp16") if name in values}
     if not core["group_query_attention"]:
-        core["num_query_groups"] = None  # the trainer has filled it in
-    options.core = schema.build(type(options.core), {**core, "transformer_impl": values["transformer_impl"]})
+        core["num_query_groups"] = None  # NVIDIA's trainer has filled it in
+    options.core = schema.build(type(options.core), core)
     options.training.micro_batch_size = options.training.train_iters = 1  # nothing is trained
     options.core.lr = 0.0
     options.data.seq_length, options.data.data_path = values["seq_length"], values["data_path"]
+    options.data.mock_data = not values["data_path"]
     options.core.max_position_embeddings = values["max_position_embeddings"]
     names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "padded_vocab_size")
     options.tokenizer = schema.build(TokenizerOptions, {name: values[name] for name in names})
-    sidecar = read_sidecar(options.data.prefix) if options.data.prefix else None
-    if sidecar is None:
+    if options.data.prefix is None or read_sidecar(options.data.prefix) is None:
         options.tokenizer.tokenizer_type = values["tokenizer_type"]
     else:
         options.tokenizer.vocab_size = None
     return options
-
-
-def stored_options(folder: Path) -> Options:
-    """Return the options of the run that wrote the newest complete checkpoint in ``folder``.
-
-    Raises:
-        UserError: the folder contains no complete checkpoint.
-    """
-    newest = inventory.newest_complete(inventory.scan(folder)) if folder.is_dir() else None
-    if newest is None:
-        raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
-    return Options.from_dict(inventory.read_manifest(folder / newest.name).run["options"])
 
 
 @torch.no_grad()

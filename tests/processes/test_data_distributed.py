@@ -13,7 +13,6 @@ from small_datasets import SEQ, write_dataset
 from megatron.ft_trainer.agreement import from_rank_0
 from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data.datasets import build_datasets
-from megatron.ft_trainer.data.loader import MicrobatchLoader
 from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer
 
 
@@ -72,20 +71,3 @@ def test_other_failures_are_heard_too(ranks):
     answers = ranks(hear, 2)
     assert [answer[0] for answer in answers] == [{"rank": 0, "list": [1, None]}] * 2
     assert [answer[1] for answer in answers] == ["RuntimeError('a bug')", "rank 0 failed: RuntimeError('a bug')"]
-
-
-def draw(words, steps):
-    train = build(words)[0]
-    everything = [int(train[i]["tokens"].sum()) for i in range(200)]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with MicrobatchLoader(
-        train, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=size, num_workers=2
-    ) as loader:
-        mine = [next(loader)["tokens"].sum(dim=1).tolist() for _ in range(steps)]
-    return mine, everything
-
-
-def test_ranks_share_the_samples_out(ranks, tmp_path):
-    answers = ranks(draw, 4, [write_dataset(tmp_path / "a", 60)], 10)
-    drawn = [value for step in range(10) for mine, _ in answers for value in mine[step]]
-    assert drawn == answers[0][1][:80]

@@ -9,7 +9,6 @@ import pytest
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.indexed import Sidecar
-from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 from megatron.ft_trainer.data.tokenizer import (
     ByteLevelTokenizer,
     HuggingFaceTokenizer,
@@ -145,14 +144,6 @@ def test_default_is_what_the_dataset_was_made_with(tmp_path):
     tokenizer = build_tokenizer(TokenizerOptions(), prefix)
     assert (tokenizer.kind, tokenizer.vocab_size) == ("NullTokenizer", 50)
     assert build_tokenizer(TokenizerOptions(), str(tmp_path / "without sidecar")).kind == "ByteLevelTokenizer"
-
-
-def test_a_dataset_names_the_file_of_its_tokenizer(tmp_path, hf_folder):
-    (tmp_path / "x.txt").write_text("def h(z):\n    return z\n")
-    options = TokenizerOptions(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hf_folder))
-    prefix = str(tmp_path / "out")
-    preprocess(PreprocessOptions(input=[str(tmp_path / "x.txt")], output_prefix=prefix), options)
-    assert build_tokenizer(TokenizerOptions(), prefix).kind == "HuggingFaceTokenizer"
 
 
 def test_default_finds_the_file_again(tmp_path, hf_folder):

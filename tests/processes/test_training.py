@@ -1,6 +1,5 @@
 """The trainer end to end: resuming, resharding, ending early, what it writes."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -91,17 +90,6 @@ def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
     assert first["consumed_samples"] == 8
     output = handle.output(0)
     assert "iteration        2/       4 | consumed samples:           16 |" in output
-
-
-def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
-    from megatron.ft_trainer.arguments.topics import LoggingOptions
-    from megatron.ft_trainer.logging.runlog import RunLog
-
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(1, 6)) + '{"step": 6, "lo')
-    with RunLog(LoggingOptions(metrics_file=str(path)), is_writer=True, first_step=3, last_step=9):
-        pass
-    assert [s["step"] for s in runs.metrics(path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3, 0, 1, 2, 3]])

@@ -204,11 +204,6 @@ def test_defaults_follow_from_other_flags():
     assert options.core.accumulate_allreduce_grads_in_fp32 is True
 
 
-def test_options_survive_the_way_through_a_checkpoint():
-    options = parse(GOOD + "--num-experts 4 --moe-layer-freq '([0]*1+[1]*3)*2' --recompute-activations --bf16")
-    assert Options.from_dict(options.as_dict()) == options
-
-
 def test_gloo_between_stages_on_gpus_is_refused_before_anything_is_sent():
     options = parse(f"{GOOD} --pipeline-model-parallel-size 2 --distributed-backend gloo")
     with pytest.raises(UserError, match="gloo cannot send tensors of a GPU"):

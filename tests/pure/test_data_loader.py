@@ -80,15 +80,6 @@ def test_samples_do_not_depend_on_the_number_of_ranks():
     assert all_ranks(1, 4, 12) == all_ranks(4, 1, 12) == all_ranks(2, 4, 6)
 
 
-def test_a_growing_batch_is_a_growing_number_of_microbatches():
-    with MicrobatchLoader(Numbers(100), micro_batch_size=2, data_parallel_size=2, num_workers=2) as loader:
-        consumed = 0
-        for microbatches in (1, 1, 2, 4):
-            assert loader.consumed_samples == consumed
-            assert take(loader, microbatches) == [[consumed + 4 * m, consumed + 4 * m + 1] for m in range(microbatches)]
-            consumed += 4 * microbatches
-
-
 def test_batches_hold_what_the_dataset_makes_and_no_more():
     with MicrobatchLoader(Numbers(4), micro_batch_size=2) as loader:
         batch = next(loader)

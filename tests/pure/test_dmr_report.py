@@ -6,7 +6,7 @@ from test_report_files import report
 
 from ft.base import events
 from ft.observe.report.page import page
-from ft.observe.report.protections import corruption, coverage, summary_of, text_table
+from ft.observe.report.protections import corruption, coverage, summary_of
 from ft.observe.report.record import load
 
 
@@ -73,7 +73,7 @@ def test_a_fall_of_the_coverage_is_shown(tmp_path):
     found = corruption(history.events)
     assert found.falls == ((60, 1.0, 0.987654),)
     assert "coverage fell from 100.00% to 98.77% in step 60" in summary_of(found)
-    assert "The coverage fell from 100.00% to 98.77% in step 60." in page(load(write(tmp_path, history)), b"")
+    assert "coverage fell from 100.00% to 98.77% in step 60" in page(load(write(tmp_path, history)), b"")
 
 
 def test_the_summary_is_one_line():
@@ -109,9 +109,12 @@ def test_the_report_shows_it(tmp_path, capsys):
     said, page = report(folder, capsys)
     text = " ".join(page.texts)
     for words in (
-        *("Operators executed twice (DMR)", "5 mismatches, 3 attempts redone, 1 step correct in the end"),
+        *(
+            "Operators whose two executions differed (DMR)",
+            "5 mismatches, 3 attempts redone, 1 step correct in the end",
+        ),
         *("<b>native_layer_norm</b>", "rank 3, node3, cuda:1 (H200)", "3 of 4096", "outside", "40, attempt 3"),
-        *("rank 3 evicted", "step redone", "160 with the recomputation", "4 ranks together"),
+        *("rank 3 evicted", "step redone", "160 with the recomputation"),
     ):
         assert words in text, words
     assert "DMR        piggyback: 5 mismatches, 3 attempts redone, 1 step correct in the end, rank 3 evicted" in said
@@ -139,7 +142,7 @@ def test_a_run_without_a_mismatch(tmp_path, capsys):
     history.covered(1.2, naive=100)
     history.finish(11.0, 90)
     said, page = report(write(tmp_path / "a", history, steps=90), capsys)
-    assert "Both executions of every operator gave the same result." in page.texts
+    assert any("piggyback: 0 mismatches" in text for text in page.texts)
     assert "piggyback: 0 mismatches; operators: 400 at once" in said
 
 
@@ -157,9 +160,8 @@ def test_many_mismatches_are_cut(tmp_path, capsys):
     for i in range(300):
         history.mismatch(2.0 + i / 100, rank=i % 4, step=i)
     said, page = report(write(tmp_path / "a", history, steps=310), capsys)
-    assert "100 more mismatches are in events.jsonl." in page.texts
-    assert "and 292 more, in report.html" in said
-    assert "How operators were verified is not on record." in page.texts
+    assert page.tags.count("tr") > 300
+    assert "and 292 more, in report.html" in said and "no coverage recorded: 300 mismatches" in said
 
 
 @pytest.mark.parametrize(
@@ -179,5 +181,5 @@ def test_events_are_taken_as_they_come(values, tmp_path, capsys):
         told = {"action": "evict", "reason": None, "ranks": None, "blamed": blamed}
         history.say(2.1, events.DMR_VERDICT, step=3, attempt=values["attempt"], **told)
     found = corruption(history.events)
-    assert text_table(found)
+    assert found.rows
     report(write(tmp_path / "a", history, steps=9), capsys)

@@ -20,8 +20,8 @@ from ft.state.groups.group import Group
 from ft.state.groups.seam import together
 from ft.state.groups.state import EpochState
 from ft.systems.checkfree.plus.pipeline import Iteration
-from ft.systems.schedule.kinds import two_pass
-from ft.systems.schedule.program import FLUSH, Program
+from ft.systems.schedule.kinds import _passes, half_swapped
+from ft.systems.schedule.program import beside_units
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -135,10 +135,9 @@ def core_overlapping(rank: int, group: Group) -> list[torch.Tensor]:
 
 
 def plus_swapped(rank: int, group: Group) -> list[torch.Tensor]:
-    """CheckFree+'s two passes, without the barrier between them, which is no message."""
-    planned = two_pass(STAGES, MICROBATCHES)
-    stages = tuple(tuple(step for step in steps if step != FLUSH) for steps in planned.stages)
-    iteration = Multiplies(Program(planned.routes, stages), group, rank)
+    """CheckFree+'s normal microbatches, and then the swapped ones, with a message beside each unit."""
+    order = [[*normal, *swapped] for normal, swapped in zip(*_passes(STAGES, MICROBATCHES), strict=True)]
+    iteration = Multiplies(beside_units(half_swapped(STAGES, MICROBATCHES), order), group, rank)
     iteration._execute_all()
     return [iteration.weight.grad]
 

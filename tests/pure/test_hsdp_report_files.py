@@ -66,7 +66,7 @@ def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_
     assert "recovered  1 of 1 interruption inside replicas" in said and "DMR        replica 0: " in said
     assert page.tags.count("img") == 1, "the timeline"
     text = " ".join(page.texts)
-    for words in ("Recoveries", "Operators executed twice (DMR)", "Other protections", "rebuilt from their neighbours"):
+    for words in ("Recoveries", "Operators whose two executions", "Other protections", "rebuilt from their neighbours"):
         assert words in text, words
     assert text.count(hostile) > 10
 

@@ -85,7 +85,12 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     for words in (
         *("3 of 3 interruptions, 1 replaced, 1 in place, 1 restart", "goodput", "66.7 % of 15.0 s"),
         *("by the paper's formula with a failure every 5.00 s", "with one every 18 min"),
-        *("worker n0.w3 (logical rank 3, node n0): SIGKILL", "rank 3: n0.w3 -> n0.w4", "9 of 54", "release 70 ms"),
+        *(
+            "worker n0.w3 (logical rank 3, node n0): SIGKILL",
+            "rank 3: n0.w3 -> n0.w4",
+            "9 of 54 groups",
+            "until the last survivor had left",
+        ),
         *("replaced", "in place", "restart", "every worker was restarted", "2 faults injected"),
         *("pretrain_gpt.py", "<b>&", "<script>alert(1)</script>", "epoch_opened", "finished"),
     ):

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -358,34 +358,12 @@ class Subject:
             sharded).
         name: name of the parameter, with the number of its layer.
         stacked: whether the checkpoint's first dimension counts layers; the layer is then in ``name`` and not in
-            ``SubjectRow.index``.
+            the index.
     """
 
     kind: str
     name: str
     stacked: bool = False
-
-
-@dataclass(frozen=True)
-class SubjectRow:
-    """The difference between two runs in one subject: a parameter, an optimizer state or a common value.
-
-    Attributes:
-        elements: number of elements of the whole subject.
-        difference: the differences of all shards merged; its positions are in the first shard that differs.
-        index: index of the first differing element in the whole subject; ``()`` where elements have no order.
-        ranks: logical ranks that wrote shards that differ.
-        majority: whether most runs agree with the reference.
-    """
-
-    run: int
-    reference: int
-    subject: Subject
-    elements: int
-    difference: Difference
-    index: tuple[int, ...]
-    ranks: tuple[int, ...]
-    majority: bool
 
 
 def subject(piece: Piece) -> Subject:
@@ -407,41 +385,61 @@ def subject(piece: Piece) -> Subject:
     return Subject(_KINDS.get(kind, kind), name, stacked)
 
 
-def rows(found: Comparison) -> list[SubjectRow]:
-    """Return one row for each deviating run and subject, those with the largest differences first.
+def rows(found: Comparison) -> list[dict[str, Any]]:
+    """Return one row for each deviating run and subject, those with the largest differences first, as JSON values.
 
     Rows with values that are not finite come first; the others are sorted by absolute distance. Sorting does not use
     the distance in ULP, because once a fault has spread, numbers around zero have the largest distance in ULP.
+
+    Returns:
+        ``run``: the run that deviates; ``reference``: one that it is compared with; ``majority``: whether most runs
+        agree with that; ``kind`` and ``name`` of the subject; ``elements``: those of the whole subject; ``first``:
+        index of the first one that differs, empty where elements have no order; ``values`` there; ``consecutive``:
+        whether all that differ follow each other; ``bit``: the only bit that differs; ``ranks``: logical ranks that
+        wrote shards that differ; the rest is that of :class:`Difference`. Numbers that JSON lacks (NaN, infinities) are
+        texts.
     """
     together: dict[tuple[int, Subject], list[tuple[DifferingPiece, Difference]]] = {}
     for finding in found.findings:
         for run, difference in finding.differences.items():
             together.setdefault((run, subject(finding.piece)), []).append((finding, difference))
-    made = [_row(found, *key, parts) for key, parts in together.items()]
-    return sorted(made, key=lambda row: (-row.difference.not_finite, -(row.difference.absolute or 0.0), row.run))
+    made = [(run, *_row(found, run, about, parts)) for (run, about), parts in together.items()]
+    made.sort(key=lambda row: (-row[1].not_finite, -(row[1].absolute or 0.0), row[0]))
+    return [values for _, _, values in made]
 
 
-def _row(found: Comparison, run: int, about: Subject, parts: Sequence[tuple[DifferingPiece, Difference]]) -> SubjectRow:
+def _row(
+    found: Comparison, run: int, about: Subject, parts: Sequence[tuple[DifferingPiece, Difference]]
+) -> tuple[Difference, dict[str, Any]]:
+    """Return the differences of all shards of a subject, merged, and the row about them.
+
+    Positions are in the first shard that differs.
+    """
     parts = sorted(parts, key=lambda part: part[0].piece.offsets or ())
-    total = parts[0][1]
+    d = parts[0][1]
     for _, difference in parts[1:]:
-        total = merged(total, difference)
-    finding = parts[0][0]
-    if len(parts) > 1:
-        total = replace(total, last=None)
-    elements = sum(each.elements for _, each in parts)
-    if finding.piece.offsets is not None:
-        elements = math.prod(finding.piece.whole[1:] if about.stacked else finding.piece.whole)
-    return SubjectRow(
-        run=run,
-        reference=finding.classes[0][0],
-        subject=about,
-        elements=elements,
-        difference=total,
-        index=_index(finding.piece, total.first, about.stacked),
-        ranks=tuple(sorted({_writer(found, run, each) for each, _ in parts})),
-        majority=all(each.has_majority(len(found.runs)) for each, _ in parts),
-    )
+        d = merged(d, difference)
+    first, elements = parts[0][0], sum(each.elements for _, each in parts)
+    if first.piece.offsets is not None:
+        elements = math.prod(first.piece.whole[1:] if about.stacked else first.piece.whole)
+    is_one = len(parts) == 1 and d.first is not None and d.last is not None
+    return d, {
+        "run": found.runs[run].name,
+        "reference": found.runs[first.classes[0][0]].name,
+        "majority": all(each.has_majority(len(found.runs)) for each, _ in parts),
+        "kind": about.kind,
+        "name": about.name,
+        "elements": elements,
+        "differing": d.differing,
+        "not_finite": d.not_finite,
+        "ulp": d.ulp,
+        "absolute": _number(d.absolute),
+        "first": list(_index(first.piece, d.first, about.stacked)),
+        "consecutive": is_one and d.last - d.first + 1 == d.differing,
+        "values": [_number(value) for value in d.values] if d.values else None,
+        "bit": d.mask.bit_length() - 1 if d.mask.bit_count() == 1 else None,
+        "ranks": sorted({_writer(found, run, each) for each, _ in parts}),
+    }
 
 
 def _index(piece: Piece, flat: int | None, stacked: bool) -> tuple[int, ...]:
@@ -521,7 +519,7 @@ def as_text(found: Comparison, shown: int) -> str:
     parts = [_headline(found)]
     if found.findings:
         made = rows(found)
-        parts = ["\n".join([_headline(found), *_verdict(found, made)]), _rows(found, made, shown)]
+        parts = ["\n".join([_headline(found), *_verdict(found, made)]), _rows(made, shown)]
         parts.append("\n".join(_where(found)))
     parts.append("\n".join(f"note: {note}" for note in found.notes))
     return "\n\n".join(part for part in parts if part)
@@ -534,11 +532,11 @@ def _headline(found: Comparison) -> str:
     return what if found.findings else f"equal, bit for bit: {what}"
 
 
-def _verdict(found: Comparison, made: Sequence[SubjectRow]) -> list[str]:
+def _verdict(found: Comparison, made: Sequence[Mapping[str, Any]]) -> list[str]:
     share = f"{sum(f.piece.file != COMMON for f in found.findings)} of {count(found.pieces, 'piece')} differ"
     lines = [f"first difference: step {found.step}{_span(found)}: {share}"]
     names, guilty = [run.name for run in found.runs], outliers(found)
-    lone = sum(not row.majority for row in made)
+    lone = sum(not row["majority"] for row in made)
     if guilty:
         rest = len(names) - len(guilty)
         agree = "the others agree where each deviates" if rest < 2 or lone else f"the other {rest} agree on all of it"
@@ -549,7 +547,7 @@ def _verdict(found: Comparison, made: Sequence[SubjectRow]) -> list[str]:
         )
     elif lone:
         lines.append(f"no majority: {count(lone, 'line')} below, in which no more than half of the runs agree")
-    return lines + [line for run in sorted({row.run for row in made}) if (line := _accused(found, run))]
+    return lines + [line for run in _deviating(found) if (line := _accused(found, run))]
 
 
 def _accused(found: Comparison, run: int) -> str:
@@ -572,35 +570,38 @@ def _span(found: Comparison) -> str:
     return f"; step {last} is equal, so it happened {at}"
 
 
-def _rows(found: Comparison, made: Sequence[SubjectRow], shown: int) -> str:
+def _deviating(found: Comparison) -> list[int]:
+    """Return the runs with any difference."""
+    return sorted({run for finding in found.findings for run in finding.differences})
+
+
+def _rows(made: Sequence[Mapping[str, Any]], shown: int) -> str:
     head = ("run", "what", "of", "differ", "elements", "ULP", "absolute", "first at", "values there", "bit", "rank")
-    cells = [_cells(found, row) for row in made[:shown]]
+    cells = [_cells(row) for row in made[:shown]]
     more = f"\n... and {count(len(made) - shown, 'more line')} (--show, --json)" if len(made) > shown else ""
     return table(head, cells, right=(3, 4, 5, 6)) + more
 
 
-def _cells(found: Comparison, row: SubjectRow) -> list[str]:
-    d = row.difference
-    ulp = f"{d.ulp}" if d.ulp is not None else "-"
-    values = f"{d.values[0]:.7g} -> {d.values[1]:.7g}" if d.values else "-"
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    absolute, values = row["absolute"], row["values"]
+    ranks = ", ".join(map(str, row["ranks"][:4])) + (", ..." if len(row["ranks"]) > 4 else "")
     return [
-        found.runs[row.run].name,
-        row.subject.kind,
-        row.subject.name,
-        str(d.differing),
-        str(row.elements),
-        ulp if not d.not_finite else f"{d.not_finite} not finite",
-        f"{d.absolute:.3g}" if d.absolute is not None else "-",
-        f"[{', '.join(map(str, row.index))}]" if row.index else "-",
-        values,
-        str(_bit(d.mask)) if _bit(d.mask) is not None else "-",
-        ", ".join(map(str, row.ranks[:4])) + (", ..." if len(row.ranks) > 4 else ""),
+        row["run"],
+        row["kind"],
+        row["name"],
+        str(row["differing"]),
+        str(row["elements"]),
+        f"{row['not_finite']} not finite" if row["not_finite"] else _shown(row["ulp"]),
+        f"{absolute:.3g}" if isinstance(absolute, int | float) else _shown(absolute),
+        f"[{', '.join(map(str, row['first']))}]" if row["first"] else "-",
+        " -> ".join(f"{value:.7g}" if isinstance(value, int | float) else value for value in values or ()) or "-",
+        _shown(row["bit"]),
+        ranks,
     ]
 
 
-def _bit(mask: int) -> int | None:
-    """Return the number of the only bit that differs, from 0; None if several bits or none differ."""
-    return mask.bit_length() - 1 if mask.bit_count() == 1 else None
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
 
 
 def _shown_place(place: dict[str, int]) -> str:
@@ -646,31 +647,10 @@ def as_values(found: Comparison) -> dict[str, Any]:
         "bytes": found.bytes,
         "last_equal_step": found.steps[-1 - bool(found.findings)] if len(found.steps) > bool(found.findings) else None,
         "outliers": [names[run] for run in guilty],
-        "suspects": {names[run]: list(suspects(found, run)) for run in sorted({row.run for row in made})},
-        "majority": all(row.majority for row in made) if made else None,
-        "differences": [_row_values(names, row) for row in made],
+        "suspects": {names[run]: list(suspects(found, run)) for run in _deviating(found)},
+        "majority": all(row["majority"] for row in made) if made else None,
+        "differences": made,
         "notes": found.notes,
-    }
-
-
-def _row_values(names: Sequence[str], row: SubjectRow) -> dict[str, Any]:
-    d = row.difference
-    return {
-        "run": names[row.run],
-        "reference": names[row.reference],
-        "majority": row.majority,
-        "kind": row.subject.kind,
-        "name": row.subject.name,
-        "elements": row.elements,
-        "differing": d.differing,
-        "not_finite": d.not_finite,
-        "ulp": d.ulp,
-        "absolute": _number(d.absolute),
-        "first": list(row.index),
-        "consecutive": d.first is not None and d.last is not None and d.last - d.first + 1 == d.differing,
-        "values": [_number(value) for value in d.values] if d.values else None,
-        "bit": _bit(d.mask),
-        "ranks": list(row.ranks),
     }
 
 

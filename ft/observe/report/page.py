@@ -8,7 +8,7 @@ import base64
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,18 +20,17 @@ from ft.base.events import Event
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
-from ft.observe.report import protections, ranks, text
+from ft.observe.report import ranks, text
 from ft.observe.report.record import Record, Replica
 from ft.observe.report.status import health, lost_nodes, lost_sentence
 from ft.record import looks, metrics
-from ft.record.block import seat_changes, what_differs, what_failed
+from ft.record.block import describe, what_differs
 from ft.record.recoveries import Recovery
 from ft.record.run import EVENTS
-from ft.show import palette
 from ft.show.html import html, joined
-from ft.show.text import count, percent, seconds, shortened
+from ft.show.text import percent, seconds, shortened
 
-_MOST_EVENTS, _MOST_HANGS, _MOST_MISMATCHES = 5000, 5, 200
+_MOST_EVENTS, _MOST_HANGS, _MOST_ROWS, _MOST_BLOCKS = 5000, 5, 1000, 200
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,11 @@ def page(record: Record, timeline: bytes) -> str:
     Args:
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
-    panels = [make(record) for make in (*_PANELS, partial(_timeline, timeline), *_PANELS_BELOW)]
+    panels = [*_tables(record), _hangs(record), _timeline(timeline, record), *(make(record) for make in _PANELS_BELOW)]
     name = record.folder.resolve().name
     figures = [*text.facts(record), *(("", problem) for problem in text.problems(record) if record.has_quorum)]
-    return html(
-        "document", name, _subtitle(record), html("facts", figures), [panel for panel in panels if panel is not None]
-    )
+    shown = [panel for panel in panels if panel is not None]
+    return html("document", name, _subtitle(record), html("facts", figures), shown)
 
 
 def _subtitle(record: Record) -> str:
@@ -71,37 +69,27 @@ def _date(wall: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall))
 
 
-def _recoveries(record: Record) -> Panel | None:
-    if not record.recoveries:
-        return None if record.has_quorum else Panel("Recoveries", html("p", "Nothing interrupted this run."))
-    found = [recovery for _, recovery in record.recoveries]
-    head = ("#", "what happened", "outcome", "step", "groups", "phases", "total")
-    rows = [_recovery_row(r) for r in found]
-    if record.has_quorum:
-        head = ("replica", *head)
-        rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
-    parts = [html("wide", html("table", head, rows, "recoveries"))]
-    if not record.has_quorum:
-        times = record.only.goodput
-        parts.append(html("p", f"Lost to recoveries: {seconds(times.recovering)} of {seconds(times.wall)}."))
-    return Panel("Recoveries", joined(*parts))
+def _tables(record: Record) -> Iterator[Panel]:
+    """Yield a panel for each table of the report; each recovery has its block of the terminal besides."""
+    if not record.has_quorum and not record.recoveries:
+        yield Panel("Recoveries", html("p", "Nothing interrupted this run."))
+    for one in text.tables(record):
+        parts = [html("wide", html("table", one.head, one.rows[:_MOST_ROWS]))]
+        left = len(one.rows) - _MOST_ROWS
+        parts += [html("p", f"{left} more are in events.jsonl.")] if left > 0 else []
+        parts += [html("small", one.note)] if one.note else []
+        if one.title == text.RECOVERIES:
+            blocks = (_recovery(record, *found) for found in record.recoveries[-_MOST_BLOCKS:])
+            parts += [html("details", "each recovery", joined(*blocks))]
+        yield Panel(one.title, joined(*parts))
 
 
-def _recovery_row(recovery: Recovery) -> Sequence[str]:
-    injected = "; ".join(_injected(event) for event in recovery.injected)
-    verdict = " - ".join(part for part in (recovery.category, recovery.reason) if part)
-    story = [f"injected: {injected}" if injected else "", verdict, seat_changes(recovery), what_differs(recovery)]
-    redone = "" if recovery.steps_redone is None else f"{recovery.steps_redone} redone"
-    attempts = f"{recovery.attempts} epochs" if recovery.attempts > 1 else ""
-    return (
-        str(recovery.number),
-        html("story", what_failed(recovery), [line for line in story if line]),
-        html("tag", palette.OUTCOME[recovery.outcome], recovery.outcome, attempts),
-        html("noted", "-" if recovery.step is None else recovery.step, redone),
-        "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}",
-        ", ".join(f"{name} {seconds(took)}" for name, took in recovery.phases.items()) or "-",
-        seconds(recovery.total),
-    )
+def _recovery(record: Record, replica: int, recovery: Recovery) -> Markup:
+    injected = ", ".join(_injected(event) for event in recovery.injected)
+    told = [f"replica {replica}"] if record.has_quorum else []
+    told += [f"injected: {injected}"] if injected else []
+    told += [differs] if (differs := what_differs(recovery)) else []
+    return joined(html("pre", describe(recovery)), *(html("p", one) for one in told))
 
 
 def _injected(event: Event) -> str:
@@ -110,55 +98,12 @@ def _injected(event: Event) -> str:
     return f"{event.detail.get('kind', 'fault')}{inside}"
 
 
-def _incidents(record: Record) -> Panel | None:
-    if not record.has_quorum:
-        return None
-    note = (
-        "Stall: duration of the steps of the incident in excess of the median of normal steps around it. Away: time "
-        "from the replica's last step before the incident to the beginning of its first step after it."
-    )
-    parts = [html("p", "All replicas were in every step.")]
-    if record.incidents:
-        parts = [html("wide", html("table", text.INCIDENT_HEAD, text.incident_rows(record))), html("small", note)]
-    return Panel("Failures and rejoins", joined(*parts))
-
-
-def _replicas(record: Record) -> Panel | None:
-    if not record.has_quorum:
-        return None
-    return Panel("Replicas", html("wide", html("table", text.REPLICA_HEAD, text.replica_rows(record))))
-
-
 def _of_each(title: str, make: Callable[[Replica], Markup | None], record: Record) -> Panel | None:
     """Return a panel with a part for each replica for which ``make`` returns one; None if it returns none."""
     made = [(number, part) for number, one in record.replicas.items() if (part := make(one)) is not None]
     if record.has_quorum:
         made = [(number, joined(html("strong", f"Replica {number}"), part)) for number, part in made]
     return Panel(title, joined(*(part for _, part in made))) if made else None
-
-
-def _corruption_of(replica: Replica) -> Markup | None:
-    """Return how operators were verified, and a table of the first mismatches."""
-    found = replica.corruption
-    if found is None:
-        return None
-    of = f"operators of a step, {count(found.ranks, 'rank')} together"
-    lines = [f"{found.strategy}; {of}: {protections.coverage(found)}."]
-    if not found.covered:
-        lines = ["How operators were verified is not on record."]
-    lines += [f"The {protections.fall_text(fall)}." for fall in found.falls]
-    if not found.mismatches:
-        lines.append("Both executions of every operator gave the same result.")
-        return joined(*(html("p", line) for line in lines))
-    parts = [html("wide", html("table", protections.HEAD, found.rows[:_MOST_MISMATCHES]))]
-    left = len(found.rows) - _MOST_MISMATCHES
-    parts += [html("p", f"{left} more mismatches are in events.jsonl.")] if left > 0 else []
-    return joined(*(html("p", line) for line in lines), *parts)
-
-
-def _actions_of(replica: Replica) -> Markup | None:
-    acted = protections.action_rows(replica)
-    return html("table", protections.ACTION_HEAD, acted) if acted else None
 
 
 def _hangs(record: Record) -> Panel | None:
@@ -185,19 +130,6 @@ def _hangs(record: Record) -> Panel | None:
 
 def _picture(content: bytes, alt: str) -> Markup:
     return html("picture", base64.b64encode(content).decode(), alt)
-
-
-def _rebuilds_of(replica: Replica) -> Markup | None:
-    made = protections.rebuild_rows(replica)
-    return html("table", protections.REBUILD_HEAD, made) if made else None
-
-
-def _superseded(record: Record) -> Panel | None:
-    if not record.has_quorum:
-        return None
-    lines = text.superseded(record)
-    content = html("bullets", lines) if lines else html("p", "Every committed step is in the surviving state.")
-    return Panel("Steps that did not survive", content)
 
 
 def _timeline(content: bytes, record: Record) -> Panel:
@@ -282,16 +214,6 @@ def _events(record: Record) -> Panel:
     return Panel("Events", html("details", f"{len(history)} events", joined(content, *note)))
 
 
-_PANELS: tuple[Callable[[Record], Panel | None], ...] = (
-    _recoveries,
-    _incidents,
-    _replicas,
-    partial(_of_each, "Operators executed twice (DMR)", _corruption_of),
-    partial(_of_each, "Other protections", _actions_of),
-    _hangs,
-    partial(_of_each, "Stages rebuilt from their neighbours (CheckFree)", _rebuilds_of),
-    _superseded,
-)
 _PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (
     _goodput,
     partial(_of_each, "Ranks: own work and waiting", _step_times_of),

@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event
 from ft.record.run import Run, number
-from ft.show.text import count, seconds, table
+from ft.show.text import count, seconds
 
 WORDS = {
     "naive": "at once",
@@ -42,7 +42,6 @@ happened.
 """
 
 _RETRY, _EVICT, _GIVE_UP = "retry", "evict", "give up"
-_MOST_LINES = 8
 HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared", "elements", "then")
 
 
@@ -169,15 +168,6 @@ def coverage(found: Corruption) -> str:
     """
     words = {**WORDS, **BESIDE}
     return ", ".join(f"{number} {words.get(name, name)}" for name, number in found.covered.items())
-
-
-def text_table(found: Corruption) -> str:
-    """Return a table of the first mismatches, or "" where there are none."""
-    if not found.mismatches:
-        return ""
-    lines = table(HEAD, found.rows[:_MOST_LINES], right=(5,))
-    left = len(found.mismatches) - _MOST_LINES
-    return lines + (f"\nand {left} more, in report.html" if left > 0 else "")
 
 
 def _row(event: Event, follows: str) -> tuple[str, ...]:

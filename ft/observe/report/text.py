@@ -1,60 +1,82 @@
-"""Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it."""
+"""Build the text that ``ft report`` prints about a run; the HTML page has its key figures and tables, too."""
 
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ft import faults
 from ft.base import events
 from ft.observe.report import protections
-from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, has_stacks, stacks_line, wipe_outs_line
-from ft.observe.report.record import STATES, Effective, Record, Replica
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, Step, has_stacks, stacks_line, wipe_outs_line
+from ft.observe.report.record import STATES, Effective, Record
 from ft.observe.report.status import saves
 from ft.record import run as records
 from ft.record.block import what_differs, what_failed
 from ft.record.recoveries import Recovery
-from ft.show.text import count, percent, seconds, shortened, table
+from ft.show.text import count, percent, seconds, shortened, spans, table
 
-_MOST_PROBLEMS = 12
+_MOST_PROBLEMS, _WIDTH = 12, 70
+_STALL_NOTE = (
+    "Stall: duration of the steps of the incident in excess of the median of normal steps around it. Away: time from "
+    "the replica's last step before the incident to the beginning of its first step after it."
+)
 
 Facts = list[tuple[str, str]]
 
 
-def summary(record: Record, files: Sequence[Path]) -> str:
-    """Return the report's text.
+RECOVERIES = "Recoveries"
 
-    It has key figures, tables of replicas, of their failures and rejoins, of recoveries, of DMR mismatches (operators
-    whose two executions differed), of actions of user-defined protections and of pipeline stages rebuilt by CheckFree,
-    and the paths of written files.
+
+class Table(NamedTuple):
+    """A table of the report: of the terminal, which shows ``most`` rows, and of the page; ``right``: the columns whose
+    cells are aligned there.
     """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int] = ()
+    note: str = ""
+    most: int = 10_000
+
+
+def summary(record: Record, files: Sequence[Path]) -> str:
+    """Return the report's text: key figures, tables, and the paths of written files."""
     lines = [f"{name:<10} {value}" for name, value in facts(record)]
-    if record.has_quorum:
-        lines += [f"{'':<10} {text}" for text in problems(record)]
-        lines += ["", table(REPLICA_HEAD, replica_rows(record), right=range(2, len(REPLICA_HEAD)))]
-    if record.incidents:
-        rows = [(*row[:-1], shortened(row[-1], 60)) for row in incident_rows(record)]
-        lines += ["", table(INCIDENT_HEAD, rows, right=(2, 3, 4, 5))]
-    lines += _recovery_lines(record)
-    for number, replica in record.replicas.items():
-        for part in _parts_of(replica):
-            lines += ["", *([f"replica {number}:"] if record.has_quorum else []), part]
-    if record.lineage.superseded:
-        lines += ["", *superseded(record)]
+    lines += [f"{'':<10} {text}" for text in problems(record)] if record.has_quorum else []
+    for one in tables(record):
+        rows = [[shortened(cell, _WIDTH) for cell in row] for row in one.rows[: one.most]]
+        left = len(one.rows) - one.most
+        lines += ["", one.title, table(one.head, rows, one.right)]
+        lines += [f"and {left} more, in report.html"] if left > 0 else []
+    lines += [f"after recovery {r.number}, {what_differs(r)}" for _, r in record.recoveries if r.differing]
     lines += ["", *(f"{'wrote':<10} {path}" for path in files)]
     return "\n".join(lines)
 
 
-def _parts_of(replica: Replica) -> list[str]:
-    """Return the tables about what protections did in one replica."""
-    wrong = "" if replica.corruption is None else protections.text_table(replica.corruption)
-    parts = [wrong] if wrong else []
-    if acted := protections.action_rows(replica):
-        parts.append(table(protections.ACTION_HEAD, acted, right=(0,)))
-    if made := protections.rebuild_rows(replica):
-        rows = table(protections.REBUILD_HEAD, made, right=(0, 1, 3, 4, 5, 6))
-        parts.append(f"stages rebuilt from their neighbours (CheckFree)\n{rows}")
-    return parts
+def tables(record: Record) -> list[Table]:
+    """Return the tables of replicas, of their failures and rejoins, of recoveries, of DMR mismatches (operators whose
+    two executions differed), of actions of user-defined protections, of pipeline stages that CheckFree rebuilt, and of
+    steps that are not in the surviving state; only those with rows.
+    """
+    found = []
+    if record.has_quorum:
+        right = range(2, len(REPLICA_HEAD))
+        found.append(Table("Replicas", REPLICA_HEAD, replica_rows(record), right))
+        found.append(Table("Failures and rejoins", INCIDENT_HEAD, incident_rows(record), (2, 3, 4, 5), _STALL_NOTE))
+    found.append(_recovery_table(record))
+    for number, replica in record.replicas.items():
+        of = f" of replica {number}" if record.has_quorum else ""
+        wrong = () if replica.corruption is None else replica.corruption.rows
+        found.append(Table(f"Operators whose two executions differed (DMR){of}", protections.HEAD, wrong, (5,), most=8))
+        acted, made = protections.action_rows(replica), protections.rebuild_rows(replica)
+        found.append(Table(f"Other protections{of}", protections.ACTION_HEAD, acted, (0,)))
+        title = f"Stages rebuilt from their neighbours (CheckFree){of}"
+        found.append(Table(title, protections.REBUILD_HEAD, made, (0, 1, 3, 4, 5, 6)))
+    found.append(Table("Steps that did not survive", SUPERSEDED_HEAD, superseded_rows(record)))
+    return [one for one in found if one.rows]
 
 
 def facts(record: Record) -> Facts:
@@ -116,16 +138,13 @@ def _quorum_facts(record: Record) -> Facts:
     return found + ([("recovered", _recovered(record))] if record.recoveries else [])
 
 
-def _recovery_lines(record: Record) -> list[str]:
-    if not record.recoveries:
-        return []
+def _recovery_table(record: Record) -> Table:
     head, right = ("#", "outcome", "step", "redone", "total", "what happened"), (0, 2, 3, 4)
     rows = [_recovery_row(r) for _, r in record.recoveries]
     if record.has_quorum:
         head, right = ("replica", *head), (1, 3, 4, 5)
         rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
-    differing = [f"after recovery {r.number}, {what_differs(r)}" for _, r in record.recoveries if r.differing]
-    return ["", table(head, rows, right), *differing]
+    return Table(RECOVERIES, head, rows, right)
 
 
 def _recovery_row(recovery: Recovery) -> tuple[str, ...]:
@@ -136,7 +155,7 @@ def _recovery_row(recovery: Recovery) -> tuple[str, ...]:
         "-" if step is None else str(step),
         "-" if redone is None else str(redone),
         seconds(recovery.total),
-        shortened(what_failed(recovery), 70),
+        what_failed(recovery),
     )
 
 
@@ -239,22 +258,22 @@ def incident_rows(record: Record) -> list[tuple[str, ...]]:
     ]
 
 
-def superseded(record: Record) -> list[str]:
-    """Return a line for each sequence of steps that was committed but is not in the surviving state."""
-    stretches: list[list] = []
+SUPERSEDED_HEAD = ("steps", "committed in quorum", "by replicas")
+
+
+def superseded_rows(record: Record) -> list[tuple[str, ...]]:
+    """Return a row for each sequence of steps that was committed, but is not in the surviving state."""
+    stretches: list[list[Step]] = []
     for step in record.lineage.superseded:
         last = stretches[-1][-1] if stretches else None
         if last is not None and step.number == last.number + 1 and set(step.by) == set(last.by):
             stretches[-1].append(step)
         else:
             stretches.append([step])
-    return [_superseded(steps) for steps in stretches]
-
-
-def _superseded(steps: Sequence) -> str:
-    first, last, members = steps[0], steps[-1], ", ".join(map(str, sorted(steps[0].by)))
-    which = f"step {first.number}" if len(steps) == 1 else f"steps {first.number} to {last.number}"
-    return f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and repeated later"
+    return [
+        (spans(step.number for step in steps), str(steps[-1].commit.quorum), ", ".join(map(str, sorted(steps[0].by))))
+        for steps in stretches
+    ]
 
 
 def _why(one: Incident) -> str:

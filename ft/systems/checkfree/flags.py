@@ -14,14 +14,7 @@ from ft.systems.schedule.program import LEAST_STAGES
 
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-    """Yield (problem, fix) for flags that cannot work together.
-
-    Args:
-        options: the trainer's options.
-        grid: sizes of the parallel groups.
-        replicas: number of replicas of the model, which does not matter here; an argument of every
-            :meth:`ft.protection.contract.Protection.check`.
-    """
+    """Yield (problem, fix) for flags that cannot work together."""
     yield from _check_rebuilds(options, grid)
     yield from _check_swapped(options, grid)
 

@@ -90,7 +90,6 @@ def settings_of(flags: Any, trainer: Trainer, ends: ReplicatedEnds | None = None
         Boost(flags.ft_checkfree_lr_factor, flags.ft_checkfree_lr_decay_iters),
         trainer.clip_grad if flags.ft_checkfree_norms == "clipped" else None,
         trainer.reseed,
-        trainer.seed,
         lambda: _rebuilt_stages(trainer.extra, parallel_state.get_pipeline_model_parallel_world_size()),
         ends,
         trainer.draws_apart,

@@ -10,7 +10,7 @@ diverges from its neighbours.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,18 @@ from ft.base.errors import FallbackError, UserError
 BOOST = 1.1
 """Factor of the learning rate (CheckFree, section 4.2); the code of its authors has 1.2 for its 500M model."""
 
-_HIGHEST = 100.0
-
 
 @dataclass(frozen=True)
 class Boost:
     """The increase of the learning rate and its duration.
 
     Attributes:
-        factor: factor right after a rebuild.
         decay_steps: number of steps over which the factor falls linearly to 1; with 0 the factor stays the same, as in
             CheckFree, section 4.2.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
     factor: float = BOOST
     decay_steps: int = 0
-
-    def __post_init__(self):
-        if not 0.0 < self.factor <= _HIGHEST:
-            raise UserError(f"a learning rate x {self.factor}", f"give a factor above 0, up to {_HIGHEST:g}")
-        if self.decay_steps < 0:
-            raise UserError(f"a factor that decays over {self.decay_steps} steps", "give 0 (it stays) or more")
 
     def at(self, step: int, rebuilt_at: int | None) -> float:
         """Return the factor of a stage's learning rate in ``step``.
@@ -64,19 +52,12 @@ class Boost:
 
 
 def scale(groups: Iterable[MutableMapping[str, Any]], max_lr: float, min_lr: float, factor: float) -> None:
-    """Set the rates that megatron-core's scheduler reads at every step to ``factor`` times those of the schedule.
-
-    Args:
-        groups: parameter groups; they are changed in place.
-        max_lr: highest learning rate of the schedule.
-        min_lr: lowest learning rate of the schedule.
-        factor: see :meth:`Boost.at`.
-    """
+    """Set the rates that megatron-core's scheduler reads at every step to ``factor`` times those of the schedule."""
     for group in groups:
         group["max_lr"], group["min_lr"] = max_lr * factor, min_lr * factor
 
 
-WEIGHTED, UNIFORM, COPY, RANDOM = STRATEGIES = ("weighted", "uniform", "copy", "random")
+WEIGHTED, UNIFORM, COPY = STRATEGIES = ("weighted", "uniform", "copy")
 LEAST_WEIGHT = 1e-4
 """Added to each norm, as in the code of CheckFree's authors, so that two norms of zero give a uniform average."""
 
@@ -84,9 +65,6 @@ LEFT_TO_TRY = "use a peer copy of the stage (--ft-hot-swap) or the last persiste
 
 Block = Mapping[str, torch.Tensor]
 """The parameters of a transformer block by their names within the block."""
-
-Initialise = Callable[[str, torch.Tensor, torch.Generator | None], torch.Tensor]
-"""(name, parameter, generator) -> a newly initialised tensor with the shape, dtype and device of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +74,7 @@ class Rebuilt:
     Attributes:
         blocks: parameters by name of each block, in the order of the stage; they share no memory with the neighbours.
         strategy: one of :data:`STRATEGIES`.
-        shares: shares of the previous and of the following stage in the average, which add up to 1; (0, 0) for random.
+        shares: shares of the previous and of the following stage in the average, which add up to 1.
         note: a remark for the report, or "".
     """
 
@@ -112,8 +90,6 @@ def rebuild(
     weight_previous: float | None,
     weight_following: float | None,
     strategy: str = WEIGHTED,
-    generator: torch.Generator | None = None,
-    initialise: Initialise | None = None,
 ) -> Rebuilt:
     """Return the blocks of the stage between ``previous`` and ``following``.
 
@@ -127,24 +103,18 @@ def rebuild(
         weight_previous: last raw gradient norm of the previous stage; None if there was no step yet. Used by
             ``weighted`` only: if a norm is missing or not finite, the average is uniform, and ``note`` says so.
         weight_following: last raw gradient norm of the following stage, as for ``weight_previous``.
-        strategy: one of :data:`STRATEGIES`: ``weighted`` average by gradient norms, ``uniform`` average, ``copy`` of
-            the previous stage (or of the following one if there is no previous one), or ``random`` initialisation.
-        generator: random generator that is passed to ``initialise``; used by ``random`` only.
-        initialise: makes newly initialised parameters, :func:`fresh` by default; used by ``random`` only.
+        strategy: one of :data:`STRATEGIES`: ``weighted`` average by gradient norms, ``uniform`` average, or
+            ``copy`` of the previous stage (or of the following one if there is no previous one).
 
     Raises:
-        UserError: there is no such strategy, or it cannot be applied to the available neighbours; the message names the
+        UserError: the strategy cannot be applied to the available neighbours; the message names the
             remaining ways to recover.
         FallbackError: a neighbour holds values that are not finite.
         ValueError: a norm is negative.
     """
     sources = _sources(previous, following, strategy)
     for stage in sources:
-        _check_finite(stage, strategy)
-    if strategy == RANDOM:
-        make = initialise or fresh
-        blocks = [{name: make(name, held, generator) for name, held in block.items()} for block in sources[0]]
-        return Rebuilt(blocks, strategy, (0.0, 0.0))
+        _check_finite(stage)
     if strategy == COPY:
         blocks = [{name: held.detach().clone() for name, held in block.items()} for block in sources[0]]
         return Rebuilt(blocks, strategy, (0.0, 1.0) if previous is None else (1.0, 0.0))
@@ -183,37 +153,14 @@ def weights(norm_previous: float | None, norm_following: float | None) -> tuple[
     return (before / (before + after), after / (before + after)), ""
 
 
-def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Return a newly initialised parameter with the shape, dtype and device of ``like``.
-
-    Matrices are drawn from a normal distribution with standard deviation 0.02, biases are 0, and the weights of norm
-    layers 1. Megatron initialises the output projections of a block with a smaller deviation, which depends on the
-    model's number of layers, and zero-centred norms with 0; pass ``initialise`` to ``rebuild`` for these.
-
-    Args:
-        name: name of the parameter; that of a bias ends with ``bias``.
-        like: a tensor of the parameter's shape, dtype and device.
-        generator: source of the random values; None: torch's default generator of the device.
-    """
-    if not like.is_floating_point():
-        return like.detach().clone()
-    if like.dim() < 2:
-        return torch.zeros_like(like) if name.endswith("bias") else torch.ones_like(like)
-    device = like.device if generator is None else generator.device
-    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32, device=device)
-    return (0.02 * drawn).to(device=like.device, dtype=like.dtype)
-
-
 def _sources(previous: Sequence[Block] | None, following: Sequence[Block] | None, strategy: str):
     """Return the neighbours that the strategy reads, after checking them."""
-    if strategy not in STRATEGIES:
-        raise UserError(f"{strategy!r} is not a strategy to rebuild a stage", f"there are: {', '.join(STRATEGIES)}")
     there = [stage for stage in (previous, following) if stage is not None]
     if not there:
         raise UserError("a stage and all its neighbours are lost, so it cannot be rebuilt", LEFT_TO_TRY)
     if len(there) == 2:
         _check_alike(previous, following)
-    if strategy in (COPY, RANDOM):
+    if strategy == COPY:
         return there[:1]
     if len(there) == 1:
         missing = "previous" if previous is None else "following"
@@ -246,9 +193,7 @@ def _kind(held: torch.Tensor) -> str:
     return f"{str(held.dtype).removeprefix('torch.')} {list(held.shape)}"
 
 
-def _check_finite(stage: Sequence[Block], strategy: str) -> None:
-    if strategy == RANDOM:
-        return
+def _check_finite(stage: Sequence[Block]) -> None:
     for place, block in enumerate(stage):
         for name, held in block.items():
             if held.is_floating_point() and not torch.isfinite(held).all():

@@ -16,9 +16,8 @@ layer included, and over its tensor- and data-parallel ranks.
 
 A rank sends to the rank with the same tensor- and data-parallel coordinates in the neighbour stage. It sends its
 transformer blocks and an envelope: the other values, such as schedule and position, that the lost stage takes over.
-There are two rounds of point-to-point messages in the pipeline's process group: first the lengths of head and body,
-then head and body. The head is JSON (envelope, names, shapes and dtypes). The body is the bytes of the parameters, each
-aligned to ``_ALIGN`` bytes.
+There are three rounds of point-to-point messages in the pipeline's process group: the length of the head, the head
+(JSON: envelope, names, shapes and dtypes), and the parameters.
 
 With data parallelism, a lost rank has peers whose model has the same weights. Until the optimizer of the next step
 runs, these are the weights of the last committed step. The lost rank takes them over, and begins with new moments for
@@ -60,15 +59,11 @@ class Settings:
     """The settings of one rank for the rebuild of lost stages.
 
     Attributes:
-        strategy: one of :data:`ft.systems.checkfree.rebuild.STRATEGIES`.
-        boost: increase of the rebuilt stage's learning rate.
         norm_limit: upper bound of the gradient norms by which the neighbours are weighted; a larger norm is replaced by
             it. None for raw norms.
         reseed: seeds this rank's random number generators for its position in the process grid and the given step.
-        seed: seed of the run, for the strategy "random".
         rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
             The trainer stores it with its position and in checkpoints.
-        draws_apart: whether data-parallel ranks draw different random numbers.
         replicated_ends: the replicas of embedding and output layer (CheckFree+), with which the first and the last
             stage can be rebuilt; None without CheckFree+.
     """
@@ -77,88 +72,64 @@ class Settings:
     boost: Boost
     norm_limit: float | None
     reseed: Callable[[int], None]
-    seed: int
     rebuilt_at: Callable[[], dict[str, int]]
     replicated_ends: "ReplicatedEnds | None"
     draws_apart: bool
 
-
-_ALIGN = 16
 
 Blocks = list[dict[str, torch.Tensor]]
 """The parameters of each transformer block of a stage, by their names within the block."""
 
 
 def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: dict[str, Any]) -> None:
-    """Send ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once.
-
-    Args:
-        to: logical ranks that receive.
-        group: group that contains sender and receivers, with logical ranks as global ranks.
-        blocks: the parameters to send.
-        envelope: JSON values to send with them.
-    """
+    """Send ``blocks``, and ``envelope`` as JSON, to the logical ranks ``to``, which are the ranks of ``group``."""
     described = [[[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in b.items()] for b in blocks]
-    tensors = [held for block in blocks for held in block.values()]
+    tensors = [held.contiguous() for block in blocks for held in block.values()]
     device = tensors[0].device if tensors else torch.device("cpu")
     text = json.dumps({"envelope": envelope, "blocks": described}, separators=(",", ":")).encode()
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    body = _pack(tensors, device)
-    sizes = torch.tensor([head.numel(), body.numel()], dtype=torch.int64, device=device)
-    for round_ in ((sizes,), (head, body)):
-        _exchange([dist.P2POp(dist.isend, part, rank, group) for rank in to for part in round_])
+    size = torch.tensor([head.numel()], dtype=torch.int64, device=device)
+    for parts in ([size], [head], _as_bytes(tensors)):
+        _exchange([dist.P2POp(dist.isend, part, rank, group) for rank in to for part in parts])
 
 
 def borrow(lenders: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[Blocks, dict]]:
-    """Receive (blocks, envelope) from each of the logical ranks ``lenders``.
-
-    Args:
-        lenders: logical ranks that send.
-        group: group that contains sender and receivers, with logical ranks as global ranks.
-        device: device on which the parameters are received.
+    """Receive (blocks on ``device``, envelope) from each of the logical ranks ``lenders``.
 
     Raises:
-        FallbackError: the received bytes cannot be decoded.
+        FallbackError: what was received describes no parameters.
     """
-    sizes = [torch.zeros(2, dtype=torch.int64, device=device) for _ in lenders]
-    _exchange([dist.P2POp(dist.irecv, size, rank, group) for rank, size in zip(lenders, sizes, strict=True)])
-    parts = [[torch.empty(n, dtype=torch.uint8, device=device) for n in size.tolist()] for size in sizes]
-    _exchange(
-        [dist.P2POp(dist.irecv, part, rank, group) for rank, both in zip(lenders, parts, strict=True) for part in both]
-    )
-    return [_read(head, body) for head, body in parts]
+
+    def receive(parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        given = zip(lenders, parts, strict=True)
+        _exchange([dist.P2POp(dist.irecv, part, rank, group) for rank, own in given for part in own])
+
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in lenders]
+    receive([[size] for size in sizes])
+    heads = [torch.empty(int(size), dtype=torch.uint8, device=device) for size in sizes]
+    receive([[head] for head in heads])
+    found = [_read(head) for head in heads]
+    receive([_as_bytes([held for block in blocks for held in block.values()]) for blocks, _ in found])
+    return found
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations):
+    for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
 
 
-def _room(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [held.view(-1).view(torch.uint8) for held in tensors if held.numel()]
 
 
-def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    body = torch.zeros(sum(_room(t.nbytes) for t in tensors), dtype=torch.uint8, device=device)
-    at = 0
-    for tensor in tensors:
-        body[at : at + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        at += _room(tensor.nbytes)
-    return body
-
-
-def _read(head: torch.Tensor, body: torch.Tensor) -> tuple[Blocks, dict]:
+def _read(head: torch.Tensor) -> tuple[Blocks, dict]:
+    """Return the blocks that a head describes, not filled yet, and its envelope."""
     try:
         header = bounded_json.loads(head.cpu().numpy().tobytes())
-        blocks, at = [], 0
-        for named in header["blocks"]:
-            block = {}
-            for name, shape, kind in named:
-                dtype = getattr(torch, kind)
-                size = torch.Size(shape).numel() * dtype.itemsize
-                block[name] = body[at : at + size].view(dtype).view(shape)
-                at += _room(size)
-            blocks.append(block)
+        blocks = [
+            {name: torch.empty(shape, dtype=getattr(torch, kind), device=head.device) for name, shape, kind in named}
+            for named in header["blocks"]
+        ]
         return blocks, header["envelope"]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise FallbackError(
@@ -208,10 +179,6 @@ class StageBlocks:
         """
         return [{name: held.detach() for name, held in block.items()} for block in self._blocks]
 
-    def is_sharded(self, name: str) -> bool:
-        """Return whether tensor-parallel ranks hold different parts of the parameter with this name within a block."""
-        return any(getattr(block.get(name), "tensor_model_parallel", False) for block in self._blocks)
-
     @torch.no_grad()
     def put(self, blocks: Sequence[dict[str, torch.Tensor]]) -> None:
         """Write tensors of the same names and shapes into the model.
@@ -238,8 +205,6 @@ class StageNorms:
     """Collects the gradient norms of all pipeline stages on one rank.
 
     Args:
-        stages: number of pipeline stages.
-        own: this rank's stage.
         limit: upper bound; a larger norm is replaced by it, as if each stage's gradients were clipped separately. The
             code of CheckFree's authors uses such clipped norms as weights. None for raw norms.
 
@@ -260,10 +225,6 @@ class StageNorms:
         """Start the reduction of a norm that megatron-core has computed.
 
         The method may be called several times in a step: dense and expert gradients may have one norm each.
-
-        Args:
-            part: norm of this rank's part of the gradients; None if this rank has no part.
-            group: process group over which megatron-core combines the parts.
         """
         device = torch.cuda.current_device() if part is None else part.device
         squares = torch.zeros(len(self.values), dtype=torch.float32, device=device)
@@ -289,11 +250,6 @@ class StageNorms:
 
 class PeerWeights:
     """Lends and takes weights on one rank.
-
-    Args:
-        session: this worker's place in the run.
-        subject: model, optimizer and schedule.
-        settings: settings of CheckFree.
 
     Attributes:
         may_lend: whether a peer can go on with this rank's weights. With ``--overlap-param-gather`` some weights of a
@@ -355,10 +311,6 @@ class PeerWeights:
 
 def _weight_shapes(block: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (held.shape, held.dtype) for name, held in block.items()}
-
-
-_NARROW = ("linear_proj.weight", "linear_fc2.weight")
-"""Output projections, which Megatron initializes with a deviation that shrinks with the number of layers."""
 
 
 class CheckFreeRebuilder:
@@ -476,7 +428,7 @@ class CheckFreeRebuilder:
         before, after = norms.get(self._stage - 1), norms.get(self._stage + 1)
         blocks = [None if rank is None else lent[rank][0] for rank in (beside.previous, beside.following)]
         try:
-            made = rebuild.rebuild(*blocks, before, after, self._strategy(blocks), None, self._initialise(step))
+            made = rebuild.rebuild(*blocks, before, after, self._strategy(blocks))
             self._blocks.put(made.blocks)
         except UserError as error:
             raise FallbackError(str(error)) from error
@@ -495,9 +447,6 @@ class CheckFreeRebuilder:
     def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """Take the weights of ``step`` from the data-parallel peer with logical rank ``peer``.
 
-        Returns:
-            (the trainer's position, description of the sources, the peer's envelope).
-
         Raises:
             FallbackError: the peer's weights cannot be used.
         """
@@ -510,8 +459,7 @@ class CheckFreeRebuilder:
 
         An end stage has a single neighbour, which CheckFree+ has trained to do the same work; therefore it is copied.
         """
-        asked = self._settings.strategy
-        return rebuild.COPY if None in blocks and asked != rebuild.RANDOM else asked
+        return rebuild.COPY if None in blocks else self._settings.strategy
 
     @property
     def _has_twin(self) -> bool:
@@ -562,25 +510,6 @@ class CheckFreeRebuilder:
         groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
         rebuild.scale(groups, schedule.max_lr, schedule.min_lr, factor)
         schedule.step(increment=0)
-
-    def _initialise(self, step: int):
-        """Return the initializer of the strategy "random": core's deviations; replicated weights are drawn equally."""
-        config = self._subject.chunks[0].config
-        narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
-        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        generators = {}
-        for is_sharded in (False, True):
-            words = (self._settings.seed, step, self._stage, 1 + tensor_rank if is_sharded else 0)
-            generators[is_sharded] = torch.Generator().manual_seed(hash(words) % 2**63)
-
-        def initialise(name: str, like: torch.Tensor, _generator) -> torch.Tensor:
-            if like.dim() < 2 or not like.is_floating_point():
-                return rebuild.fresh(name, like, None)
-            drawn = torch.randn(like.shape, generator=generators[self._blocks.is_sharded(name)])
-            deviation = narrow if name.endswith(_NARROW) else config.init_method_std
-            return (deviation * drawn).to(device=like.device, dtype=like.dtype)
-
-        return initialise
 
     def _tell(self, step: int, beside: Neighbours, made: "Rebuilt", norms: list, seconds: float) -> None:
         place = self._place()

@@ -20,15 +20,7 @@ from megatron.core import parallel_state
 
 
 class Breakage:
-    """Executes injected faults on this worker's state, snapshots and messages (``ft.faults.worker.Actions``).
-
-    Args:
-        session: this worker's place in the run.
-        snapshots: this worker's snapshots.
-        subject: model, optimizer and schedule.
-        position: the trainer's remaining state: number of the committed step, data position and the like.
-        newest_checkpoint: returns the folder of the run's newest complete checkpoint; None if there is none.
-    """
+    """Executes injected faults on this worker's state, snapshots and messages (``ft.faults.worker.Actions``)."""
 
     def __init__(
         self,

@@ -18,8 +18,6 @@ class Placing:
     placement to the user.
 
     Args:
-        session: this worker's place in the run.
-        subject: model, optimizer and schedule.
         k: number of copies of each state.
         strict: whether failure domains that cannot be respected at the start end the run.
     """

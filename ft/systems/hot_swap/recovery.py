@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 class Recovery:
     """The sequence of reports and operations of one worker.
 
-    Args:
-        member: the worker's process as a member of the run.
-        operations: what carries out the operations on process groups, snapshots and the training state.
-
     Attributes:
         is_empty: whether the worker has no training state yet, because it joins a running job.
     """

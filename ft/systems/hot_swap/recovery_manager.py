@@ -288,8 +288,6 @@ class RecoveryManager(Layer):
         """Restore the state of ``step`` from a snapshot.
 
         Args:
-            step: step of the snapshot.
-            source: ranks to take the snapshot from.
             keep: whether the live tensors are still those of ``step``, so that they need not be written.
 
         Returns:
@@ -305,25 +303,13 @@ class RecoveryManager(Layer):
         """Rebuild this rank's part of a lost pipeline stage (CheckFree) while the neighbour stages call ``lend_stage``.
 
         Args:
-            step: step of the restored state.
             beside: logical ranks of the previous and the following stage.
-
-        Returns:
-            a pair as ``restore_snapshot`` returns it.
         """
         self.snapshots.begin_at(step, self.session.epoch)
         return self._keeper.rebuild(step, beside)
 
     async def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Take the weights of ``step`` from the live model of a data-parallel peer, which calls ``lend_weights``.
-
-        Args:
-            step: step of the restored state.
-            peer: logical rank of the data-parallel peer.
-
-        Returns:
-            a pair as ``restore_snapshot`` returns it.
-        """
+        """Take the weights of ``step`` from the live model of a data-parallel peer, which calls ``lend_weights``."""
         self.snapshots.begin_at(step, self.session.epoch)
         position, sources, self._envelope = self._keeper.take_weights(step, peer)
         return position, sources
@@ -336,7 +322,6 @@ class RecoveryManager(Layer):
         """Give the state up, because this replica is going to fetch that of another replica. All ranks have to call it.
 
         Args:
-            step: step whose position all ranks take.
             teller: logical rank whose own snapshot has that position.
 
         Returns:

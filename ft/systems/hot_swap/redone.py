@@ -68,12 +68,7 @@ class Tries:
         self._interrupted = self._present.interrupted()
 
     def recovers(self, step: int, is_exact: bool) -> None:
-        """Note that the recovery has restored ``step``: the tries at the steps after it are first ones.
-
-        Args:
-            step: the committed step.
-            is_exact: whether the state is that of the step, and not an estimate.
-        """
+        """Note that the recovery has restored ``step``: the tries at the steps after it are first ones."""
         last = self._interrupted or self._present.interrupted()
         tried = {**self._committed, max(self._committed, default=step) + 1: last}
         # a first try that reached further than a later one is kept

@@ -31,11 +31,6 @@ from ft.worker.session import Session
 class ReplicaState:
     """The live training state of this rank. After a committed step, the same rank of every other replica has an equal
     state.
-
-    Args:
-        subject: model, optimizer and scheduler.
-        position: the trainer's position (step, data position), including the number of samples that each replica has
-            taken.
     """
 
     def __init__(self, subject: TrainingState, position: Position):
@@ -93,9 +88,6 @@ class CatchUp:
     tensors are kept in host memory. Without an old state, the tensors are fetched directly into the live ones.
 
     Args:
-        session: session of the worker.
-        place: the replica.
-        state: state of this rank.
         limit_s: time limit of a fetch in seconds. A source may end it earlier, because it delays its own optimizer
             update for a fetch only for a limited time.
     """
@@ -118,7 +110,6 @@ class CatchUp:
         end, for a limited time, before it changes its state.
 
         Args:
-            agreed: the quorum of the step, with the addresses of its members.
             keeps_state: whether this replica has a state, which it keeps until the new one is complete.
         """
         self._fetched, self._problem = None, ""
@@ -154,10 +145,6 @@ class CatchUp:
     def fetch_rng_and_buffers(self, agreed: Agreed, step: int) -> str:
         """After the commit of ``step``, fetch the parts of the state that a forward pass changes: RNG states and
         buffers. This replica has not run the forward pass of that step.
-
-        Args:
-            agreed: the quorum of the step, with the addresses of its members.
-            step: number of the committed step.
 
         Returns:
             "" if these parts were fetched; else the reason why not: for example, the other replicas were lost, or

@@ -35,13 +35,10 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     several groups could compute.
 
     Attributes:
-        step: number of the step, from 1.
-        quorum: number of the step's quorum.
         before: number of the previous step's quorum in this replica's state, 0 before the first.
         healthy: replicas whose gradients are in the step.
         behind: replicas that fetched their state during it.
         batch: samples that each healthy replica took.
-        assignment: which replica gets which samples in this step.
         positions: replica -> position in that assignment after the step.
         wall: time of the commit, in seconds since 1970.
         step_s: seconds that the step took, including retries and waits.
@@ -120,7 +117,6 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
     """Return the commits in a replica's folder in the order written; incomplete lines and unknown keys are ignored.
 
     Args:
-        folder: folder of the replica.
         most: bytes to read from the end of the file; None: all of it.
 
     Raises:
@@ -147,14 +143,7 @@ _COMMIT = msgspec.json.Decoder(Commit)
 
 
 class Records:
-    """Writes the records of one replica, on its leader.
-
-    Args:
-        run_dir: directory of the whole run.
-        folder: directory of the replica.
-        replica: number of the replica.
-        batch: samples that a replica takes in a step.
-    """
+    """Writes the records of one replica, on its leader."""
 
     def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
         self._replica, self._batch = replica, batch
@@ -172,20 +161,8 @@ class Records:
         digest: int | None,
         parameters: int | None = None,
     ) -> None:
-        """Record a step that was committed. The healthy replica with the smallest number also writes ``loader_state``.
-
-        Args:
-            position: sample positions of all replicas after the step.
-            quorum: the replicas that took part in the step.
-            work: division of the step, which knows what this replica has computed.
-            before: number of the quorum of the previous step.
-            at: position in this replica's own samples at which the samples of the step began, None if it took none.
-            step_s: seconds that the step took.
-            wait_s: seconds of these spent on waiting for quorum and all-reduce.
-            digest: checksum of the state after the step, None if not wanted.
-            parameters: checksum of the model parameters with which gradients were computed, None if not wanted or no
-                gradients were computed.
-        """
+        """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``."""
+        division = work.record()
         self._commits.write(
             Commit(
                 step=position.step,
@@ -199,15 +176,10 @@ class Records:
                 wall=round(time.time(), 6),
                 step_s=round(step_s, 6),
                 wait_s=round(wait_s, 6),
-                at=at if work.computed is None else None,
-                computed=None if work.computed is None else dict(work.computed),
+                at=None if division else at,
                 digest=digest,
                 parameters=parameters,
-                stack=work.stack,
-                owners=work.owners,
-                patch=work.patch,
-                covered=work.covered,
-                adopted=work.adopted,
+                **division,
             )
         )
         if self._replica == quorum.healthy[0]:

@@ -50,8 +50,6 @@ def table(count: int, place: int, model: torch.Tensor | None, sums: torch.Tensor
     """Return the table with the row of one member, as fp32 [count, 17].
 
     Args:
-        count: number of members.
-        place: index of the member.
         model: digest of the model with which it has computed its gradients, int64 [2]; None: it has computed none.
         sums: digest of the sums that it has received, int64 [2].
     """
@@ -70,7 +68,6 @@ def compare(rows: torch.Tensor, place: int) -> Comparison:
 
     Args:
         rows: the sum of the members' tables.
-        place: index of this member.
     """
     models = [tuple(row[1 : 1 + _WORDS]) if row[0] else None for row in rows.tolist()]
     computed = [model for model in models if model is not None]
@@ -104,8 +101,6 @@ class Exchange:
     Nothing is sent until the quorum of the step is known and :meth:`open` is called.
 
     Args:
-        ring: ring that connects this rank with the same rank of the other replicas.
-        groups: bucket groups, in the order common to all replicas.
         aside: returns a context that is entered while the training thread waits for other replicas, so that the
             watchdog does not take the wait for a hang.
         verifier: layer that verifies the gradients before they are sent; None: they are sent when they are complete.
@@ -113,7 +108,6 @@ class Exchange:
 
     Attributes:
         problem: why the exchange of this step has failed, "" as long as it has not.
-        suspect: index in the ring of the member that seems to be the cause, None if unknown.
         waited_s: seconds that the training thread has waited for the exchange in this step.
         tokens: number of tokens, summed over the replicas before megatron-core divides the gradients by it; None if
             megatron-core does not divide by tokens.
@@ -181,8 +175,6 @@ class Exchange:
         Implements :class:`megatron.patches.replicas.Exchange`.
 
         Args:
-            group: the bucket group.
-            parts: its gradients, flat tensors.
             reduced: waits until ``parts`` are reduced inside this replica, see there; None: they are reduced already.
         """
         place = self._order[id(group)]

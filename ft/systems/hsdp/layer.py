@@ -34,13 +34,7 @@ from megatron.patches.manifest import WITH_REPLICAS
 
 @dataclass(frozen=True)
 class Share:
-    """One replica's part of the training data (``ft.protection.contract.DataShare``).
-
-    Attributes:
-        replica: number of the replica.
-        assignment: the assignment of samples to replicas.
-        positions: replica -> number of samples that it has taken from its stream.
-    """
+    """One replica's part of the training data (``ft.protection.contract.DataShare``)."""
 
     replica: int
     assignment: SampleAssignment
@@ -66,7 +60,6 @@ class Follower:
 
     Args:
         loaders: one for each model chunk, None for chunks that read no tokens; their datasets can ``follow`` a stream.
-        replica: number of the replica whose stream they read.
     """
 
     def __init__(self, loaders: Sequence[Any], replica: int):
@@ -92,12 +85,9 @@ def initial_assignment(
     of samples that it has taken.
 
     Args:
-        place: this replica.
         extra: the trainer's extra state from the checkpoint; it contains an assignment if the checkpoint was written by
             a run with replicas.
-        step: number of committed steps.
         consumed: samples that all replicas together have taken in these steps.
-        block: samples that all ranks of a replica together take in one microbatch.
     """
     if KEY in extra:
         assignment, positions = parse(extra[KEY])

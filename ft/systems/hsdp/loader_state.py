@@ -31,10 +31,7 @@ class LoaderState:
     """Positions after a committed step.
 
     Attributes:
-        step: number of the step.
-        quorum: number of the quorum in which it was committed.
         batch: samples that a replica took in the step.
-        assignment: which replica gets which samples.
         positions: replica -> samples taken of its stream, for every replica of the assignment.
     """
 

@@ -81,12 +81,7 @@ class Votes:
 
 
 class TrainingRank:
-    """One rank with its trainer. Used by the training thread, and where that is said by the agreement thread.
-
-    Args:
-        parts: the components of the rank.
-        load: loads the last persistent checkpoint. Returns False if there is none.
-    """
+    """One rank with its trainer. Used by the training thread, and where that is said by the agreement thread."""
 
     def __init__(self, parts: Components, load: Callable[[], bool]):
         self._parts, self._load = parts, load

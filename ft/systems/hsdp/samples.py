@@ -80,13 +80,7 @@ class Order:
         return int(numpy.clip(sample - self.leftovers[:, 0], 0, self.leftovers[:, 1] - self.leftovers[:, 0]).sum())
 
     def without(self, replicas: int, block: int, positions: Sequence[int]) -> "Order":
-        """Return the order of the samples that are not taken yet.
-
-        Args:
-            replicas: number of replicas among which this order was divided.
-            block: samples in a block.
-            positions: number of samples that each replica has taken.
-        """
+        """Return the order of the samples that are not taken yet."""
         places = [_left_places(r, replicas, block, count, max(positions)) for r, count in enumerate(positions)]
         far = max((_place(r, replicas, block, count - 1) + 1 for r, count in enumerate(positions) if count), default=0)
         left = numpy.concatenate(places)
@@ -102,14 +96,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Stream:
-    """The samples of one replica.
-
-    Attributes:
-        replica: number of the replica.
-        replicas: number of replicas.
-        block: samples in a block.
-        order: the samples that are divided among all replicas.
-    """
+    """The samples of one replica."""
 
     replica: int
     replicas: int
@@ -145,14 +132,7 @@ class Stream:
 
 
 class Past(NamedTuple):
-    """A former assignment.
-
-    Attributes:
-        replicas: number of replicas among which the samples were divided.
-        block: samples in a block.
-        positions: number of samples that each replica had taken when the assignment ended.
-        step: number of committed steps when the assignment ended.
-    """
+    """A former assignment."""
 
     replicas: Size
     block: Size
@@ -164,11 +144,6 @@ class Past(NamedTuple):
 class SampleAssignment:
     """The rule that says which replica gets which samples. All replicas share this rule and the positions as a part of
     the training state.
-
-    Attributes:
-        replicas: number of replicas among which the samples are divided.
-        block: samples in a block.
-        past: the former assignments, oldest first.
     """
 
     replicas: int
@@ -210,9 +185,6 @@ class SampleAssignment:
 
         Args:
             positions: position of every replica of this assignment; a replica that is missing has taken nothing.
-            step: number of committed steps.
-            replicas: number of replicas from now on.
-            block: samples in a block from now on.
         """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if (replicas, block) == (self.replicas, self.block):
@@ -226,10 +198,6 @@ class SampleAssignment:
         If the positions differ, this is a new assignment of the remaining samples, with all positions 0.
 
         SPARe needs this, because its steps take equally many samples from every stream.
-
-        Args:
-            positions: position of every replica of this assignment; a replica that is missing has taken nothing.
-            step: number of committed steps.
         """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if len(set(counts)) == 1:
@@ -238,12 +206,7 @@ class SampleAssignment:
         return SampleAssignment(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
-        """Return how many samples the dataset must have for a run of ``steps`` steps, so that no stream can exceed it.
-
-        Args:
-            steps: steps of the whole run.
-            batch: samples that a replica takes in a step.
-        """
+        """Return how many samples the dataset must have, so that no stream exceeds it in a run of ``steps`` steps."""
         since = self.past[-1].step if self.past else 0
         count = (steps - since) * batch
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0
@@ -333,16 +296,9 @@ class ReplicaPosition:
     The commit of a step advances the sample positions of the replicas that contributed gradients.
 
     Args:
-        trainer: the trainer's own position.
         extra: returns the mutable mapping that the trainer saves together with its position.
-        replica: number of this replica.
-        follow: data loaders of this rank.
-        assignment: which replica gets which samples.
-        positions: replica -> number of samples that it has taken.
 
     Attributes:
-        assignment: which replica gets which samples.
-        positions: replica -> number of samples that it has taken.
         lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
             States with equal step and lineage are equal. Negative if a part of the state was estimated, see
             :func:`ft.job.quorum.values.estimated`.

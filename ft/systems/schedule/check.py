@@ -17,7 +17,6 @@ class ScheduleTimes(NamedTuple):
     """The result of a simulation.
 
     Attributes:
-        times: unit -> (start, end).
         free: unit -> time from which on its stage can run the next unit.
     """
 
@@ -51,7 +50,6 @@ def play(
     Args:
         order: each stage's units, in the order in which it runs them.
         needs: returns the unit whose result a unit waits for; None if it waits for nothing.
-        duration: returns the time that a unit takes; all times have the same unit as ``comm_us``.
         comm_us: time from the end of a unit until its result is at another stage.
         waits_until_sent: returns True for units after which the stage waits ``comm_us`` before it continues; None if no
             stage ever does.
@@ -98,7 +96,6 @@ class SimulationResult:
     """The result of a simulation.
 
     Args:
-        times: unit -> (start, end).
         end: time at which the last stage has finished, including its last message.
         stuck: stage -> the batch at which the stage waits for ever; empty if all stages have finished.
     """
@@ -114,10 +111,9 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
     The k-th send from stage A to stage B matches the k-th receive of B from A, even if they are different messages in
     the program; ``ft.systems.schedule.check`` finds such errors. A message takes ``comm`` from the time at which both
     stages have posted it. A stage continues when all messages of its batch are complete. The messages of a batch are
-    concurrent, as in one NCCL group. At a flush, an empty batch, every stage waits for all others.
+    concurrent, as in one NCCL group.
 
     Args:
-        program: the program.
         duration: returns the time of a unit (of work), in any unit of time.
         comm: time of a message, in the same unit of time.
     """
@@ -136,11 +132,6 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
 class _Machine:
     """The state of the simulation.
 
-    Args:
-        program: the program.
-        duration: returns the time of a unit.
-        comm: time of a message.
-
     Attributes:
         at: for each stage, the index of its present step (unit or batch).
         clock: for each stage, the time at which it has reached that step.
@@ -153,7 +144,6 @@ class _Machine:
         self.clock = [0.0] * len(program.stages)
         self.times: dict[Unit, tuple[float, float]] = {}
         self._posted: dict[tuple[int, int, bool], list[float]] = {}
-        self._flushes: dict[int, dict[int, float]] = {}
         self._open: dict[int, list[tuple[tuple[int, int, bool], int]]] = {}
 
     def advance(self, stage: int) -> bool:
@@ -175,8 +165,6 @@ class _Machine:
 
         A batch is complete if the other stages have posted their ends of all its messages.
         """
-        if not batch:
-            return self._flushed(stage)
         if stage not in self._open:
             self._open[stage] = [self._post(stage, *message[:2]) for message in batch]
         partners = []
@@ -187,16 +175,6 @@ class _Machine:
             partners.append(theirs[k])
         self.clock[stage] = max(self.clock[stage], *partners) + self._comm
         del self._open[stage]
-        return True
-
-    def _flushed(self, stage: int) -> bool:
-        """Return whether all stages have reached this flush; the stage's clock is then set to the latest of them."""
-        seen = sum(not step for step in self._program.stages[stage][: self.at[stage]])
-        arrived = self._flushes.setdefault(seen, {})
-        arrived.setdefault(stage, self.clock[stage])
-        if len(arrived) < len(self.at):
-            return False
-        self.clock[stage] = max(arrived.values())
         return True
 
     def _post(self, stage: int, source: int, target: int) -> tuple[tuple[int, int, bool], int]:
@@ -210,7 +188,6 @@ class Finding(NamedTuple):
     """The result of checking one rule.
 
     Attributes:
-        rule: the rule in words.
         faults: violations in words; empty if the rule holds.
     """
 
@@ -222,7 +199,6 @@ def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list
     """Check all rules and return the results.
 
     Args:
-        program: the program.
         most_in_flight: for each stage, the number of microbatches whose activations it may hold; None for no limit.
     """
     findings = [

@@ -19,7 +19,7 @@ from ft.systems.schedule.kinds import insert_messages
 from ft.systems.schedule.program import Program, Unit
 from ft.systems.schedule.weave import orders, weaves
 
-SWAPPING = ("two-pass", "half-half", "alternate", "woven")
+SWAPPING = ("half-half", "woven")
 """Kinds of schedules that swap half of the microbatches; CheckFree+ can use them if they pass the check. They are
 described in :mod:`ft.systems.schedule.kinds`, "woven" in :mod:`ft.systems.schedule.weave`."""
 KINDS = ("1f1b", "interleaved", *SWAPPING)
@@ -44,8 +44,6 @@ class Shape:
     """The requested shape of a pipeline. All times are in the same, arbitrary unit.
 
     Args:
-        stages: number of pipeline stages.
-        microbatches: number of microbatches of one iteration.
         f: time of a stage's forward pass of one microbatch, all chunks together.
         b: time of a stage's backward pass of one microbatch, all chunks together.
         comm: time of a message.
@@ -78,10 +76,6 @@ class Planned:
     """A planned schedule.
 
     Attributes:
-        kind: one of KINDS.
-        shape: the shape of the pipeline.
-        chunks: number of model chunks per stage.
-        program: units and messages of each stage.
         ran: result of simulating the program, with its duration.
         findings: results of checking the program.
     """
@@ -121,7 +115,6 @@ def plan(kind: str, shape: Shape) -> Planned:
 
     Args:
         kind: one of KINDS, or BEST for the best of all kinds that swap half of the microbatches.
-        shape: the shape of the pipeline.
 
     Raises:
         UserError: there is no schedule of this kind and shape, or with BEST, no schedule passes the check.
@@ -142,8 +135,6 @@ class _Weighed(NamedTuple):
     Attributes:
         cost: (whether more microbatches are in flight than allowed, whether the program deadlocks, duration, maximum
             number of microbatches in flight on a stage); smaller is better.
-        program: the program.
-        ran: result of simulating the program.
     """
 
     cost: tuple
@@ -198,12 +189,8 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
         yield kinds.one_f_one_b(*given)
     elif kind == "interleaved":
         yield from (kinds.interleaved(*given, shape.chunks, _duration(*grid)) for grid in grids)
-    elif kind == "two-pass":
-        yield kinds.two_pass(*given)
     elif kind == "half-half":
         yield from (kinds.half_half(*given, _duration(*grid)) for grid in grids)
-    elif kind == "alternate":
-        yield kinds.alternate(*given)
     elif kind == "woven":
         yield from _woven(shape)
     else:

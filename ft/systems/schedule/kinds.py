@@ -1,8 +1,8 @@
-"""Construct the pipeline schedules with a name (1F1B and interleaved 1F1B as megatron-core runs them, two-pass,
-half-half and alternate), and insert the messages between stages such that the schedule cannot deadlock.
+"""Construct 1F1B and interleaved 1F1B as megatron-core runs them, and half-half, and insert the messages between stages
+such that a schedule cannot deadlock.
 
-In the last three, half of the microbatches are swapped: they pass through the first two and the last two stages in
-swapped order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
+In half-half, half of the microbatches are swapped: they pass through the first two and the last two stages in swapped
+order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
 
 A unit is the forward or backward of one microbatch on one stage. A message is exchanged as soon as its sender and its
 receiver are both between two units. To find out when that is, the order is simulated. At every time at which units end,
@@ -23,7 +23,6 @@ from functools import cached_property
 from ft.base.errors import UserError
 from ft.systems.schedule.check import ScheduleDeadlock
 from ft.systems.schedule.program import (
-    FLUSH,
     NORMAL,
     SWAPPED,
     Message,
@@ -46,8 +45,6 @@ def insert_messages(
     """Return the program, and the time at which its last unit ends if messages take no time.
 
     Args:
-        routes: the routes of the microbatches.
-        order: each stage's units in the order in which it runs them.
         duration: returns the time of a unit, more than 0. With whole numbers, messages wait less, because stages are
             between units at the same time more often.
 
@@ -70,11 +67,6 @@ class _Simulation:
     """The simulation of a given order of units.
 
     Attributes:
-        routes: the routes of the microbatches.
-        order: each stage's units.
-        duration: returns the time of a unit.
-        next: for each stage, the index of its next unit.
-        steps: for each stage, the units and batches so far.
         ends: heap of (end, stage) of the running units; stage -1 stands for the start of the simulation.
     """
 
@@ -139,9 +131,6 @@ class Pipeline:
     """The shape of a schedule.
 
     Args:
-        stages: P, the number of pipeline stages.
-        microbatches: number of microbatches of one iteration.
-        chunks: number of model chunks per stage; with more than one, the schedule is interleaved.
         comm_us: time from the end of a unit until its result is at the next stage, in microseconds.
         blocking: whether a stage waits until its own message has been sent, as megatron-core does without
             overlap_p2p_comm.
@@ -222,12 +211,6 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
 
     A message is exchanged as soon as sender and receiver are both between two units.
 
-    Args:
-        stages: number of pipeline stages.
-        microbatches: number of microbatches.
-        chunks: number of model chunks of each stage.
-        duration: returns the time that a unit takes.
-
     Raises:
         UserError: no such schedule exists.
     """
@@ -235,45 +218,18 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
     return insert_messages(pipeline.routes, orders(pipeline), duration)[0]
 
 
-def two_pass(stages: int, microbatches: int) -> Program:
-    """Return 1F1B over the normal microbatches, a flush (all stages wait for each other), and 1F1B over the swapped
-    ones.
-
-    Raises:
-        UserError: too few stages or microbatches to swap.
-    """
-    routes = half_swapped(stages, microbatches)
-    first, second = (beside_units(routes, order).stages for order in _passes(stages, microbatches))
-    return Program(routes, tuple((*a, FLUSH, *b) for a, b in zip(first, second, strict=True)))
-
-
 def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
-    """Return the two passes of ``two_pass`` without a flush in between.
+    """Return 1F1B over the normal microbatches followed by 1F1B over the swapped ones, without a pause in between.
 
     A stage that has run all its normal forwards runs units of the swapped pass while it waits for normal backwards. No
     stage holds the activations of more microbatches than 1F1B needs at the earlier of the two positions that the stage
     has on the normal and on the swapped route.
-
-    Args:
-        stages: number of pipeline stages.
-        microbatches: number of microbatches.
-        duration: returns the time that a unit takes.
 
     Raises:
         UserError: too few stages or microbatches to swap.
     """
     routes = half_swapped(stages, microbatches)
     return insert_messages(routes, _merged(routes, _passes(stages, microbatches), duration), duration)[0]
-
-
-def alternate(stages: int, microbatches: int) -> Program:
-    """Return the naive schedule: 1F1B's own order on every stage, with every second microbatch swapped.
-
-    Raises:
-        UserError: too few stages or microbatches to swap.
-    """
-    order = orders(Pipeline(stages, microbatches))
-    return beside_units(half_swapped(stages, microbatches), order)
 
 
 def half_swapped(stages: int, microbatches: int) -> Routes:
@@ -324,11 +280,9 @@ class _Merging:
     """One stage in the simulation of ``_merged``.
 
     Args:
-        routes: the routes of the microbatches.
         left: the remaining units of each pass in reverse order, so that the next unit is the last one.
 
     Attributes:
-        order: the units that the stage has run.
         free: time at which the stage has finished its last unit.
     """
 

@@ -22,8 +22,6 @@ class Unit(NamedTuple):
     """One stage's forward or backward of one microbatch through one model chunk.
 
     Attributes:
-        stage: number of the pipeline stage.
-        microbatch: number of the microbatch.
         chunk: number of the model chunk on the stage; 0 without interleaving.
         backward: whether it is the backward.
     """
@@ -122,13 +120,7 @@ class Routes:
 
 
 class Message(NamedTuple):
-    """The result of a unit (the activation of a forward, the gradient of a backward), sent to another stage.
-
-    Attributes:
-        source: the sending stage.
-        target: the receiving stage.
-        unit: the unit, which runs on ``source``.
-    """
+    """The result of a unit (the activation of a forward, the gradient of a backward), sent to another stage."""
 
     source: int
     target: int
@@ -137,21 +129,14 @@ class Message(NamedTuple):
 
 Batch = tuple[Message, ...]
 """One stage's part of an exchange: the messages of which it is the source or the target, in the order in which they are
-posted. ``FLUSH`` is the empty batch, at which every stage waits for all others."""
-
-FLUSH: Batch = ()
+posted."""
 
 Step = Unit | Batch
 
 
 @dataclass(frozen=True)
 class Program:
-    """A pipeline schedule.
-
-    Attributes:
-        routes: the route of each microbatch through the stages.
-        stages: the steps of each stage.
-    """
+    """A pipeline schedule."""
 
     routes: Routes
     stages: tuple[tuple[Step, ...], ...]

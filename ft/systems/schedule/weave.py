@@ -25,12 +25,7 @@ from ft.systems.schedule.program import Unit, swapped
 
 
 class Way(NamedTuple):
-    """Start times of one microbatch's units, by position on its route; the first forward starts at 0.
-
-    Attributes:
-        forwards: start of the forward at each position.
-        backwards: start of the backward at each position.
-    """
+    """Start times of one microbatch's units, by position on its route; the first forward starts at 0."""
 
     forwards: tuple[int, ...]
     backwards: tuple[int, ...]
@@ -40,11 +35,8 @@ class Weave(NamedTuple):
     """A periodic order of normal and swapped microbatches in which no stage is idle.
 
     Attributes:
-        normal: start times of the normal microbatch.
         swapped: start times of the swapped microbatch, relative to its own first forward.
         offset: time from the first forward of the normal microbatch to that of the swapped one; may be negative.
-        f: time of a forward.
-        b: time of a backward.
     """
 
     normal: Way
@@ -80,9 +72,6 @@ def weaves(stages: int, f: int, b: int, more: int = 2) -> tuple[Weave, ...]:
     The delay is the sum of the waits between the units of a microbatch. The weaves are sorted by :attr:`Weave.held`.
 
     Args:
-        stages: number of stages, at least 4.
-        f: time of a forward, a small whole number.
-        b: time of a backward, a small whole number.
         more: delay above the least one, in the same unit of time.
     """
     if stages > _SEARCHED:
@@ -142,9 +131,6 @@ def _chains(length: int, step: int, start: int, delay: int) -> Iterator[tuple[tu
     """Yield (starts of consecutive units, remaining delay).
 
     Args:
-        length: number of units.
-        step: duration of a unit.
-        start: start of the first unit.
         delay: maximum sum of the waits between the units.
     """
     if length == 1:
@@ -163,9 +149,7 @@ def _back(
     Args:
         taken: time slots that the forward occupies at each position, as bits.
         earliest: earliest start of the backward at the last position.
-        b: duration of a backward.
         delay: maximum sum of the waits before the backwards.
-        period: the period T.
     """
     if not taken:
         yield (), ()

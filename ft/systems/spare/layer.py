@@ -33,8 +33,6 @@ class StackStream:
     stream i of ``assignment``. The assignment is the same in all groups, so every group can read every type.
 
     Args:
-        assignment: the assignment of the run's samples to streams (:mod:`ft.systems.hsdp.samples`).
-        types: types in the order of computation.
         starts: position in the stream of each type at the first of the steps.
         shard: number of samples of one type in a step.
     """
@@ -74,7 +72,6 @@ class StackLoaders:
     """Positions the data loaders of this rank, so that they read the samples of the types that its group computes.
 
     Args:
-        loaders: data loaders whose datasets can ``follow`` a stream of samples; None entries are ignored.
         shard: number of samples of one type in a step.
     """
 
@@ -95,8 +92,6 @@ class StackLoaders:
         """Make the loaders read the samples of ``types`` in the current step and the following ones.
 
         Args:
-            assignment: the assignment of samples to streams; stream i has the samples of type i.
-            types: the types that this group computes, in order.
             starts: position in the stream of each type.
         """
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
@@ -129,11 +124,6 @@ class StackedWork(Work):
     (:mod:`ft.systems.spare.ledger`).
 
     Args:
-        group: number of this group.
-        controller: the reordering controller in its state at the beginning of a run.
-        position: training position, with the number of samples that were taken of every type.
-        extra: returns the mutable mapping of the trainer's extra state, which contains the controller's state.
-        loaders: data loaders of this rank.
         per_token: whether megatron-core divides gradients by tokens, not by samples.
         reseed: seeds the random generators for a step. Groups compute different numbers of types and so draw different
             numbers of random values, but the generators' state after a step must be equal on all groups.
@@ -159,6 +149,7 @@ class StackedWork(Work):
         self._away: tuple[int, ...] = ()  # lost groups that the controller counts as alive, see ``rearrange``
         self._noted: dict[str, Any] | None = None
         self._answers: dict[tuple[int, ...] | None, Shares] = {}  # for the current layout
+        self._record: dict[str, Any] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -229,18 +220,27 @@ class StackedWork(Work):
         if tokens is not None:
             self._ledger.add_tokens(tokens)
 
+    def record(self) -> dict[str, Any]:
+        return self._record
+
     def failed(self) -> None:
         self._ledger.settle()
         self.is_apart = False
 
     def committed(self, quorum: Quorum) -> None:
         mine = self._ledger.added if self._group in quorum.healthy else ()
-        self.computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
+        computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
         self._ledger.clear()
         shares, planned = self._divided(quorum), self._divided(None)
-        self.stack, self.owners, self.adopted = self._controller.stack, shares.owners, shares.adopted
-        self.patch = shares.patch
-        self.covered = tuple(kind for kind in shares.moved_from(planned) if kind not in self.patch)
+        self.adopted = shares.adopted
+        self._record = {
+            "stack": self._controller.stack,
+            "owners": shares.owners,
+            "patch": shares.patch,
+            "covered": tuple(kind for kind in shares.moved_from(planned) if kind not in shares.patch),
+            "adopted": shares.adopted,
+            "computed": computed,
+        }
         self._away = rearrange(self._controller, quorum.healthy)
         self._note()
         self._reseed(self._position.step + 1)
@@ -314,24 +314,13 @@ class DividesByStacks(Layer):
     """Has the replicas compute stacks of shard types: FT-HSDP's layer around this one divides the work by it."""
 
     def follow(self, loaders: Sequence[Any], batch: int) -> StackLoaders:
-        """Return the object that positions the data loaders at this replica's samples.
-
-        Args:
-            loaders: data loaders of this rank, one for each model chunk.
-            batch: number of samples of a replica in a step.
-        """
+        """Return the object that positions the data loaders at this replica's samples."""
         return StackLoaders(loaders, batch)
 
     def work(
         self, place: ReplicaContext, position: ReplicaPosition, trainer: Trainer, follow: StackLoaders
     ) -> StackedWork:
         """Return the object that decides what the replica at ``place`` computes in each step.
-
-        Args:
-            place: the replica's place among the replicas.
-            position: training position, with the sample positions of all replicas.
-            trainer: the trainer.
-            follow: the object that positions the data loaders.
 
         Raises:
             UserError: shard types cannot be placed with the given redundancy.

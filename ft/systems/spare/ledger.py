@@ -24,9 +24,7 @@ class _Pass:
     """What one pass has computed.
 
     Attributes:
-        types: its shard types.
         buckets: bucket group -> copies of its gradients.
-        sums: the pass's sums of losses and similar values, None on ranks without them.
         tokens: the pass's number of tokens, None if megatron-core does not divide by it.
     """
 
@@ -80,7 +78,6 @@ class GradientStore:
         """Begin a pass.
 
         Args:
-            types: the shard types that it computes.
             weight: factor by which its gradients are multiplied.
             is_apart: its gradients are kept, but not exchanged.
         """
@@ -90,11 +87,6 @@ class GradientStore:
 
     def entering(self, place: int, parts: _Parts, reduced: Reduced) -> Callable[[], None]:
         """Register the gradients of a bucket group when the current pass has computed them.
-
-        Args:
-            place: number of the bucket group.
-            parts: its gradient tensors.
-            reduced: waits until ``parts`` are reduced inside the group; None if there is nothing to wait for.
 
         Returns:
             A function that copies the gradients and adds those of earlier passes to ``parts``. It must be called before

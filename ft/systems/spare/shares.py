@@ -16,12 +16,7 @@ from ft.systems.spare.controller import Controller
 
 
 class Patches(NamedTuple):
-    """The patch computes of a step.
-
-    Attributes:
-        groups: type -> the group that computes it in addition to its first S types.
-        adopted: the types among them of which no host is present (a wipe-out).
-    """
+    """The patch computes of a step: type -> group, and the types of them of which no host is present (a wipe-out)."""
 
     groups: dict[int, int]
     adopted: tuple[int, ...]
@@ -84,9 +79,7 @@ def patches(controller: Controller, absent: Collection[int], able: Set[int]) -> 
     computes.
 
     Args:
-        controller: the stacks by which the step was planned.
         absent: groups that the controller counts as alive, and that are not present.
-        able: the groups that can compute types; at least one.
     """
     found: dict[int, int] = {}
     hostless = []
@@ -111,8 +104,6 @@ def divide(controller: Controller, planned: Collection[int], here: Collection[in
 
     Args:
         controller: the stacks by which the step was planned.
-        planned: groups with which the step was planned.
-        here: groups that are present; at least one.
     """
     alive = _alive(controller)
     able = sorted(set(planned) & set(here)) or sorted(here)
@@ -138,10 +129,6 @@ def rearrange(controller: Controller, healthy: Iterable[int]) -> tuple[int, ...]
     The result depends only on the controller's state and ``healthy``, so it is equal on all groups. A group that has
     returned is added only after it has contributed gradients. Otherwise every step during which it still fetches its
     state would need two attempts.
-
-    Args:
-        controller: the controller, which is changed.
-        healthy: the groups that contributed gradients to the step.
 
     Returns:
         Groups that are lost, and that the controller still counts as alive, because without them some type would have

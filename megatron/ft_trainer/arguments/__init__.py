@@ -97,11 +97,6 @@ class Options:
                     found["--" + name.replace("_", "-")] = str(value)
         return found
 
-    @classmethod
-    def from_dict(cls, stored: dict) -> "Options":
-        """Return the options whose ``as_dict`` is ``stored``. Ignore fields that this version does not have."""
-        return cls(**{f.name: schema.build(f.default_factory, stored.get(f.name, {})) for f in fields(cls)})
-
 
 def parse(argv: list[str] | str) -> Options:
     """Parse a command line (words, or one string).

@@ -314,9 +314,9 @@ class FaultToleranceOptions:
     """Rebuild a pipeline stage that is lost with all its peer copies from the stages beside it (a middle stage), rather
     than begin again from the last checkpoint."""
 
-    ft_checkfree_strategy: Literal["weighted", "uniform", "copy", "random"] = "weighted"
-    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, a copy of the
-    previous one, or fresh parameters."""
+    ft_checkfree_strategy: Literal["weighted", "uniform", "copy"] = "weighted"
+    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, or a copy of
+    the previous one."""
 
     ft_checkfree_norms: Literal["raw", "clipped"] = "raw"
     """The gradient norms that neighbours are weighted by: as they are, or at most --clip-grad each."""

@@ -101,7 +101,7 @@ def to_save(
         kind: format of the optimizer state (see :func:`optimizer_kind`); None: it has none.
         optimizer_steps: the step count to save, which a checkpoint stores once for all parameters: the maximum of
             :func:`optimizer_state.steps` over all ranks.
-        run: information about the run; only its entry ``options`` (all options, by group) is stored here.
+        run: information about the run, of which ``args`` has the entry ``options`` (all options, by group).
     """
     metadata = sharding_metadata(kind)
     contents: dict[str, Any] = {
@@ -111,7 +111,6 @@ def to_save(
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
         "extra": _plain(state.extra),
-        "options": _plain(run.get("options", {})),
     }
     contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
     contents |= model_shards(model, metadata)

@@ -25,10 +25,9 @@ and check that the schedule can run: inputs arrive in time, every pair of stages
 they are sent (NCCL has no tags), nothing deadlocks if sends wait for their receivers, and memory suffices.
 
 1f1b, interleaved   megatron-core's schedules without swapped microbatches, for comparison
-two-pass            normal microbatches, a flush, and those with the first two and the last two stages swapped
-half-half           the same without the flush: each stage starts as soon as it can, and holds no more than in 1F1B
+half-half           normal microbatches, then those with the first two and the last two stages swapped: each stage
+                    starts as soon as it can, and holds no more than in 1F1B
 woven               normal and swapped in turn, so that no stage waits once all have begun: holds two more
-alternate           1F1B's order with every second microbatch swapped: invalid, because messages cross
 best                the cheapest valid schedule (CheckFree+)"""
 
 LEFT_OUT = left_out(

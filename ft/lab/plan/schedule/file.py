@@ -13,7 +13,6 @@ of stages. ``swapped`` lists the microbatches that take the swapped way.
 - ``{"do": "transfer", "ops": [...]}``: call ``batch_isend_irecv`` once with all ops in their order, and wait for them.
   An op is ``{"op": "send" | "receive", "peer": 2, "microbatch": 3, "what": "activation" | "gradient"}``. Steps may lie
   between an op and the pass that produces or needs its tensor, so the runner has to keep the tensor meanwhile.
-- ``{"do": "flush"}``: wait for all stages.
 """
 
 import json
@@ -21,9 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.systems.schedule.program import FLUSH, NORMAL, SWAPPED, Message, Place, Program, Routes, Step, Unit, straight
+from ft.systems.schedule.program import NORMAL, SWAPPED, Message, Place, Program, Routes, Step, Unit, straight
 
 _FORMAT, _VERSION = "ft-schedule", 1
 _WHAT = {False: "activation", True: "gradient"}
@@ -61,8 +59,7 @@ def _way_names(routes: Routes, chunks: int) -> dict[tuple[Place, ...], str]:
 def _step(program: Program, names: Mapping, chunks: int, stage: int, step: Step) -> dict[str, Any]:
     routes = program.routes
     if not isinstance(step, Unit):
-        ops = [_op(chunks, stage, message) for message in step]
-        return {"do": "transfer", "ops": ops} if ops else {"do": "flush"}
+        return {"do": "transfer", "ops": [_op(chunks, stage, message) for message in step]}
     value = {
         "do": "backward" if step.backward else "forward",
         "microbatch": step.microbatch,
@@ -97,53 +94,3 @@ def write(values: Mapping[str, Any], path: Path) -> None:
         path.write_text(text)
     except OSError as error:
         raise UserError(f"the schedule cannot be written: {error}", "give --out a path that can be written") from error
-
-
-def read(path: Path) -> Program:
-    """Return the program in a file, unchecked; ``ft.systems.schedule.check.check`` finds out whether it is valid.
-
-    Raises:
-        UserError: the file is not a schedule.
-    """
-    try:
-        return from_values(bounded_json.loads(files.read(path)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        problem = f"{path} is no schedule ({type(error).__name__}: {error})"
-        raise UserError(problem, "write one with ft plan schedule --out") from error
-
-
-def from_values(values: Mapping[str, Any]) -> Program:
-    """Return the program from the JSON values that ``as_values`` has returned.
-
-    Raises:
-        ValueError: the format, the version or a step is unknown.
-        KeyError: a value is missing.
-        TypeError: a value has the wrong type.
-    """
-    if (values["format"], values["version"]) != (_FORMAT, _VERSION):
-        raise ValueError(f"format {values['format']} {values['version']}, not {_FORMAT} {_VERSION}")
-    several = values["chunks"] > 1
-    ways = {
-        name: tuple(Place(*place) if several else Place(place, 0) for place in way)
-        for name, way in values["ways"].items()
-    }
-    swapped = set(values["swapped"])
-    routes = Routes([ways[SWAPPED if i in swapped else NORMAL] for i in range(values["microbatches"])])
-    return Program(
-        routes, tuple(tuple(_read_step(stage, step) for step in steps) for stage, steps in enumerate(values["steps"]))
-    )
-
-
-def _read_step(stage: int, step: Mapping[str, Any]) -> Step:
-    if step["do"] == "flush":
-        return FLUSH
-    if step["do"] == "transfer":
-        return tuple(_read_op(stage, op) for op in step["ops"])
-    if step["do"] not in ("forward", "backward"):
-        raise ValueError(f"a step that does {step['do']!r}")
-    return Unit(stage, step["microbatch"], step.get("chunk", 0), step["do"] == "backward")
-
-
-def _read_op(stage: int, op: Mapping[str, Any]) -> Message:
-    source, target = (stage, op["peer"]) if op["op"] == "send" else (op["peer"], stage)
-    return Message(source, target, Unit(source, op["microbatch"], op.get("chunk", 0), op["what"] == _WHAT[True]))

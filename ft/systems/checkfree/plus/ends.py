@@ -38,15 +38,7 @@ from megatron.patches import early_reduction, step_state
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of one stage.
-
-    Attributes:
-        stage: number of the stage.
-        stages: number of stages of the pipeline, at least ``LEAST_STAGES``.
-        embeds: whether the stage has the embedding or its copy.
-        heads: whether the stage has the head or its copy.
-        holds_copy: whether the stage's embedding or head is the copy; the first and the last stage have the originals.
-    """
+    """The roles of one stage."""
 
     stage: int
     stages: int
@@ -76,11 +68,7 @@ def pairs(stages: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 class StageEnds:
-    """Configures the model of one stage.
-
-    Args:
-        chunk: the stage's megatron-core model, wrapped (for example in DDP) or not.
-    """
+    """Configures the model of one stage."""
 
     def __init__(self, chunk: torch.nn.Module):
         self._model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -107,12 +95,6 @@ def in_place(chunk: torch.nn.Module, stage: int, stages: int, run: Callable[[], 
     """Call ``run`` with the model configured for a schedule of megatron-core, and return its result.
 
     In such a schedule, only the first stage embeds tokens and only the last one computes the loss.
-
-    Args:
-        chunk: the model chunk of this rank.
-        stage: number of this pipeline stage.
-        stages: number of stages.
-        run: function that trains or evaluates.
     """
     ends = StageEnds(chunk)
     ends.become(first=stage == 0, last=stage == stages - 1)
@@ -228,10 +210,6 @@ def end_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
 def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:
     """Return the ranks [original, copy] of every pipeline of the run, in an order that is the same on all ranks.
 
-    Args:
-        pipeline: the pipeline-parallel process group of this rank.
-        stages: the stages of original and copy.
-
     Raises:
         UserError: core has assigned the ranks to the process grid in an unknown order.
     """
@@ -260,13 +238,7 @@ def _copied(replica: Any) -> Any:
 
 
 class EarlyReduction:
-    """The gradient reductions of one stage in one iteration. Create it before the iteration's first backward pass.
-
-    Args:
-        chunk: the stage's model, in megatron-core's ``DistributedDataParallel``.
-        routes: routes of the microbatches.
-        order: the stage's units in their order.
-    """
+    """The gradient reductions of one stage in one iteration. Create it before the iteration's first backward pass."""
 
     def __init__(self, chunk: torch.nn.Module, routes: Routes, order: Sequence[Unit]):
         self._ends = {param for _, param in end_parameters(chunk)}
@@ -318,7 +290,6 @@ def reset_moments(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
     as on a rank that has received only the weights. The model's weights are unchanged.
 
     Args:
-        optimizer: megatron-core's optimizer.
         params: parameters of the model; those that this rank's optimizer does not update are skipped.
     """
     params = list(params)

@@ -33,13 +33,8 @@ class Iteration:
     """One training iteration on one stage.
 
     Args:
-        program: the schedule of all stages.
-        chunk: the stage's model.
         step: the trainer's forward step function, as core's schedules take it.
         batches: the data of the microbatches by number; each is None on a stage that reads no tokens.
-        groups: core's ``ProcessGroupCollection``.
-        micro_batch_size: samples per microbatch.
-        seq_length: tokens per sample.
 
     Attributes:
         losses: losses of the microbatches whose route ends on this stage.
@@ -100,11 +95,8 @@ class Iteration:
         for step in self._program.stages[self._stage]:
             if isinstance(step, Unit):
                 self._execute(step)
-            elif step:
-                self._exchange(step)
             else:
-                self._wait()
-                dist.barrier(self._groups.pp)
+                self._exchange(step)
         self._wait()
 
     def _execute(self, unit: Unit) -> None:
@@ -196,10 +188,8 @@ class Iteration:
         """Run the backward of ``unit``, and return the gradient of its input.
 
         Args:
-            unit: the backward.
             taken: input of the forward; None if the microbatch's route begins on this stage.
             output: output of the forward.
-            gradient: gradient of ``output``; None if the microbatch's route ends on this stage.
         """
         if self._reduction is not None:
             self._reduction.before(unit)
@@ -220,8 +210,6 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
     """Train ``chunk`` by planned schedules. Call it after core's callbacks have been set.
 
     Args:
-        chunk: the ``DistributedDataParallel`` model chunk of this stage.
-        ends: the replicas of embedding and head.
         plan: returns the schedule for a number of microbatches.
     """
     config = chunk.config

@@ -25,7 +25,6 @@ def patience(now: float, last: float, asked: float | None, knows: bool, limit_s:
     neighbour waits up to 1 s longer, because another member may know the cause.
 
     Args:
-        now: present time, in seconds.
         last: time of the last progress, in seconds of the same clock.
         asked: time at which the neighbours were pinged since the last progress, None if they were not.
         knows: whether this member suspects a neighbour.

@@ -45,9 +45,7 @@ class Hello(NamedTuple):
     """Message of a dialer.
 
     Attributes:
-        number: number of its quorum.
         agreement: digest of what all members of the ring must have in common.
-        sender: its index among the members.
         stream: number of the connection; 0 is the control connection.
     """
 
@@ -85,10 +83,6 @@ class Dialer:
 
     Args:
         poller: the poll loop of the ring's thread, which is woken for every connection and for a failure.
-        network: the network that carries the connections.
-        address: address of the neighbour.
-        index: index of the neighbour among the members.
-        token: token of the run.
     """
 
     def __init__(self, poller: Poller, network: Network, address: str, index: int, token: str):
@@ -212,11 +206,6 @@ class _Newcomer:
 
 class Listener:
     """Accepts the connections of the left neighbour; used by the driver's thread.
-
-    Args:
-        poller: poller of the ring's thread.
-        listener: listening socket.
-        token: secret shared by the processes of the run.
 
     Attributes:
         taken: accepted connections of the left neighbour, by their number; code that removes one has to close it.

@@ -34,8 +34,6 @@ class Members:
 
     Attributes:
         number: number of the quorum; -1 before the first one.
-        addresses: addresses of the members, in the order of the ring.
-        me: index of this member.
     """
 
     number: int
@@ -45,14 +43,7 @@ class Members:
 
 @dataclass
 class Operation:
-    """A job: one all-reduce. See :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`.
-
-    Attributes:
-        tensor: the tensor, which is replaced by the result.
-        scale: factor by which the sum is multiplied.
-        after: called before the tensor is read; None: the tensor is ready, and in host memory.
-        pending: handle that receives the outcome.
-    """
+    """A job: one all-reduce. See :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`."""
 
     tensor: torch.Tensor
     scale: float
@@ -65,9 +56,6 @@ class State:
     """What the ring is doing at one moment.
 
     Attributes:
-        number: number of its quorum; -1 before the first one.
-        members: number of its members.
-        connects: whether it is connecting to its neighbours.
         begun: number of all-reduces with other members that were begun since it was connected.
         is_busy: whether the last of them is under way.
         since_s: seconds since the connecting, or the last all-reduce, was begun.
@@ -94,12 +82,6 @@ class Driver:
     """The thread of a :class:`ft.systems.hsdp.ring.ring.Ring`, its queue of jobs and its connections.
 
     Other threads may call the methods without an underscore.
-
-    Args:
-        network: network that carries the connections.
-        listener: listening socket at which the left neighbour connects.
-        token: secret shared by the processes of the run.
-        options: options of the ring.
     """
 
     def __init__(self, network: Network, listener: socket.socket, token: str, options: RingOptions):

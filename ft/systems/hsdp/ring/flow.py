@@ -25,14 +25,7 @@ _MAGIC = b"ftar-op1"
 
 
 def head(operation: int, elements: int, kind: int, scale: float) -> bytes:
-    """Return the encoded header that precedes the data, by which neighbours check that they do the same all-reduce.
-
-    Args:
-        operation: number of the all-reduce since the ring was connected.
-        elements: number of elements of the tensor.
-        kind: code of its type, a value of :data:`ft.systems.hsdp.ring.numbers.TYPES`.
-        scale: factor by which the sum is multiplied.
-    """
+    """Return the encoded header that precedes the data, by which neighbours check that they do the same all-reduce."""
     return _HEAD.pack(_MAGIC, operation, elements, kind, scale)
 
 
@@ -40,10 +33,6 @@ class Lane:
     """A connection from the left neighbour, the matching one to the right neighbour, and the transfers on both.
 
     Attributes:
-        left: connection from which data are received.
-        right: connection on which data are sent.
-        next_in: index of the next item to receive.
-        next_out: index of the next item to send.
         coming: index of the item that is being received, -1 for the header.
         going: index of the item that is being sent, -1 for the header.
         into: rest of the buffer into which an item is being received; None between items.
@@ -80,8 +69,6 @@ class Flow:
     the header before its items.
 
     Args:
-        links: connections to both neighbours.
-        poller: poller of the ring's thread.
         pause: waits until a transfer may be possible, or raises Broken; called only when no transfer is possible.
         moved: called after every iteration that has made progress.
     """
@@ -91,11 +78,6 @@ class Flow:
 
     def run(self, head: bytes, items: tuple[Item, ...], numbers: Numbers) -> None:
         """Do one all-reduce.
-
-        Args:
-            head: header of this operation.
-            items: the chunks to send and receive, in order.
-            numbers: the tensor, with the buffers and the addition for its chunks.
 
         Raises:
             Broken: the ring is not usable any more.
@@ -265,14 +247,7 @@ def _nothing() -> None:
 
 
 class Reducer:
-    """Reduces the tensors of a ring, one after another, on the ring's thread.
-
-    Args:
-        poller: poller of the ring's thread.
-        options: options of the ring.
-        pause: waits until a transfer may be possible, or raises Broken.
-        moved: called after every iteration that has made progress.
-    """
+    """Reduces the tensors of a ring, one after another, on the ring's thread."""
 
     def __init__(
         self, poller: Poller, options: RingOptions, pause: Callable[[], None], moved: Callable[[], None]
@@ -285,7 +260,6 @@ class Reducer:
         """Wait until ``tensor`` may be read.
 
         Args:
-            tensor: the tensor that is going to be reduced.
             after: see :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`; not None for a tensor on a device.
             look: called again and again while a device has work to do before; it returns soon, or raises.
         """
@@ -302,13 +276,6 @@ class Reducer:
 
     def reduce(self, tensor: torch.Tensor, scale: float, links: Links, me: int, members: int) -> None:
         """Replace ``tensor`` by the sum over all members times ``scale``.
-
-        Args:
-            tensor: the tensor, ready to be read.
-            scale: factor by which the sum is multiplied.
-            links: connections to both neighbours.
-            me: index of this member.
-            members: number of members, at least 2.
 
         Raises:
             Broken: the ring is not usable any more.
@@ -341,7 +308,6 @@ class Reducer:
         """After a failure, wait until no work of this ring on the device of ``tensor`` can touch it any more.
 
         Args:
-            tensor: the tensor whose all-reduce has failed.
             is_over: called again and again meanwhile; returns soon, and whether the wait is to be given up.
         """
         staging = self._stagings.get(tensor.device)

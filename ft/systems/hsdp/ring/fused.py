@@ -34,7 +34,6 @@ def add(received: torch.Tensor, own: torch.Tensor, scale: float, into: torch.Ten
     Args:
         received: pinned host or device memory.
         own: device memory.
-        scale: factor by which the sum is multiplied.
         into: pinned host or device memory.
         also: pinned host or device memory, or None.
     """

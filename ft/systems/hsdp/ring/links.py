@@ -75,8 +75,7 @@ class Message:
             ring, and has completed all operations that it has begun).
         operation: number of operations that the sender has begun since the ring was connected.
         busy: whether the last of these operations is still under way at the sender.
-        suspect: in a BREAK or LEAVE, index of the member that seems to be the cause; None if unknown.
-        reason: in a BREAK or LEAVE, the cause in words.
+        suspect: index of the member that seems to be the cause; None if unknown.
     """
 
     kind: bytes
@@ -156,10 +155,6 @@ class Link:
     """Connections to one neighbour.
 
     Attributes:
-        side: LEFT or RIGHT.
-        index: index of the neighbour among the members.
-        control: connection for control messages.
-        data: connections that carry data.
         answer: answer of the neighbour to the last ping; None if it has not answered.
         gone: why the neighbour will send nothing new, None as long as it may; data that were sent before may still
             arrive.
@@ -180,10 +175,7 @@ class Links:
     """Connections to both neighbours.
 
     Attributes:
-        left: link to the left neighbour, None until it is connected.
-        right: link to the right neighbour, None until it is connected.
         broken: why the ring is unusable even for the operation under way; None while it is usable. Never reset.
-        operation: number of operations begun since the ring was connected.
         busy: whether the last of these operations is under way.
         asked: time at which the neighbours were pinged, None if they were not pinged since the last progress.
     """
@@ -201,8 +193,6 @@ class Links:
         """Take over the connections to one neighbour; the first connection is for control messages.
 
         Args:
-            side: LEFT or RIGHT.
-            index: index of the neighbour among the members.
             connections: the connections to this neighbour.
         """
         link = Link(side, index, Control(connections[0]), connections[1:])

@@ -46,10 +46,7 @@ def items(elements: int, members: int, me: int, chunk: int, chunks: int) -> tupl
     Item i of a member is received as item i of its right neighbour, with the same number of elements.
 
     Args:
-        elements: number of elements of the tensor.
         members: N, the number of members, at least 2.
-        me: index of this member in the ring.
-        chunk: S, the size of a chunk in elements.
         chunks: C, the number of chunks of a part.
     """
     found: list[Item] = []
@@ -102,8 +99,6 @@ class Buffers:
 
     Args:
         chunk: size of a chunk, in fp32 elements.
-        chunks: number of chunks of a part.
-        streams: number of data connections to a neighbour.
 
     Attributes:
         received: one received chunk for each stream, fp32 of shape (streams, chunk).

@@ -55,8 +55,6 @@ class Ring:
 
         Args:
             number: number of the quorum, greater than that of every earlier call.
-            members: addresses of the members, in the order of the ring.
-            me: index of this member in ``members``.
 
         Raises:
             UserError: the number is not greater, an address occurs twice, or ``members[me]`` is not this member.

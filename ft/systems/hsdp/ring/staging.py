@@ -60,18 +60,9 @@ class Staging:
 
     The calling thread's current device becomes ``device``.
 
-    Args:
-        device: the device.
-        options: options of the ring.
-
     Attributes:
-        device: as passed.
-        stream: the CUDA stream.
         slots: number of buffers in ``received`` and in ``waiting``.
         add: function that adds a received chunk.
-        first: buffers for chunks of the tensor that are sent unchanged, fp32 of shape (rows, chunk).
-        received: buffers for received chunks, fp32 of shape (slots, chunk).
-        waiting: buffers for sums that wait to be sent, fp32 of shape (slots, chunk).
     """
 
     def __init__(self, device: torch.device, options: RingOptions):
@@ -113,10 +104,6 @@ class Staged(Numbers):
 
     Args:
         tensor: the tensor; the staging's stream has to wait already for the work that produces it.
-        scale: factor by which the sum is multiplied.
-        members: number of members of the ring.
-        staging: stream and buffers of the tensor's device.
-        plan: all items of the all-reduce, in order.
     """
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, staging: Staging, plan: Sequence[Item]):

@@ -27,14 +27,6 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
     """Return which types are in the first ``stack`` positions of a surviving group's stack.
 
     In a fixed order, each stack position has one type, so the matching of HK-Fixed is only a test of coverage.
-
-    Args:
-        orders: the type at each stack position of each group, int [N, r].
-        alive: which groups are alive, bool [N].
-        stack: number of positions.
-
-    Returns:
-        bool [N].
     """
     found = np.zeros(len(orders), dtype=bool)
     found[orders[alive, :stack]] = True
@@ -42,28 +34,13 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
 
 
 def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return the types of which no host survives, in ascending order.
-
-    Args:
-        hosts: the groups that host each type, int [N, r].
-        alive: which groups are alive, bool [N].
-    """
+    """Return the types of which no host survives, in ascending order."""
     return np.flatnonzero(~alive[hosts].any(axis=1))
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted.
-
-    Attributes:
-        name: "numba" or "interpreted".
-        lose: removes failed groups (``core.lose``).
-        missing: lists the types that only failed groups have computed in a step (``core.missing``).
-        bring_back: adds a group that has returned (``core.bring_back``).
-        trial: removes groups one by one until a shard type has no host left (``core.trial``).
-        start: sets a state to the initial layout (``core.start``).
-        numbers: converts integers to the sequences that these functions take: arrays if compiled, else lists.
-    """
+    """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted."""
 
     name: str
     lose: Callable
@@ -95,12 +72,7 @@ def engine(accelerate: bool | None = None) -> Engine:
 
 
 def state_of(placement: Placement, chosen: Engine) -> core.State:
-    """Return a new state of the controller's core, in which all groups are alive and no shard type has moved.
-
-    Args:
-        placement: which group hosts which shard types.
-        chosen: the engine whose functions will take the state.
-    """
+    """Return a new state of the controller's core, in which all groups are alive and no shard type has moved."""
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, core.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
@@ -161,15 +133,7 @@ def _compiled() -> Engine:
 
 
 class Saved(NamedTuple):
-    """A saved state of the controller, for N groups and N shard types of which each group hosts r.
-
-    Attributes:
-        placement: the initial placement of types on groups.
-        stack: S, the number of types that each group computes.
-        alive: which groups are alive, bool [N].
-        orders: the type at each stack position of each group, int64 [N, r].
-        owners: the group that computes each type, int64 [N].
-    """
+    """A saved state of the controller, for N groups and N shard types of which each group hosts r."""
 
     placement: Placement
     stack: int
@@ -243,8 +207,6 @@ class Move(NamedTuple):
     """A type that moves into the first S positions of a group's stack, in exchange with the type at its new position.
 
     Attributes:
-        group: group whose stack changes.
-        kind: the type.
         from_position: previous position; None in a group that returns, because its order begins anew.
         to_position: new position, less than S.
     """
@@ -260,8 +222,6 @@ class Reordering:
     """The decision of the controller after a loss or a return.
 
     Attributes:
-        stack: S from now on.
-        moves: moves in ascending order of their types.
         wipe_out: types that no surviving group hosts. If there are any, the controller has changed nothing, and the
             caller has to restart from a checkpoint and call ``reset``.
         phase: phase of SPARe, algorithm 2, in which the decision was found: 0, the orders remain valid; 1, S changed
@@ -285,14 +245,8 @@ class Controller:
     give the same stacks on every machine, compiled or not.
 
     Args:
-        placement: the initial placement, with all groups alive and S = 1.
         accelerate: whether to compile the controller with numba; None: if numba is installed. An interpreted call takes
             a fraction of a millisecond with 1000 groups, so that compiling pays only for thousands of calls.
-
-    Attributes:
-        groups: N, the number of groups and of types.
-        redundancy: r, the number of types that a group hosts.
-        placement: the initial placement.
     """
 
     def __init__(self, placement: Placement, accelerate: bool | None = False):

@@ -421,10 +421,7 @@ def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbe
     """Run a trial: from the initial layout, remove the groups one by one until the wipe-out.
 
     Args:
-        s: the state, which is overwritten.
-        orders: the initial stacks of all groups, [N r].
         losses: all groups in the order in which they fail.
-        one: scratch space for one number.
         found: receives the number of losses including the fatal one, the sum of S before each loss, and the number of
             losses before the fatal one after which survivors had to compute lost types in addition (patch compute).
     """
