@@ -144,7 +144,7 @@ REQUIRED = ("gpus", "step_time", "save_time", "restart_time")
 FILES = {
     "history": ("NAME|FILE.csv", "published failures, or recorded ones, scaled to this cluster: llama3, rsc, ..."),
     "from_run": ("DIR", "take step, save, restart and recovery times from the record of this run"),
-    "from_sacct": ("FILE", "take failures of nodes from the output of sacct -P -o JobID,State,ElapsedRaw,NNodes"),
+    "from_sacct": ("FILE", "take failures of nodes from sacct -a -X -D -P -S DATE -o JobID,State,ElapsedRaw,NNodes"),
 }
 RENAMED = {
     "mtbf_gpu": "gpu_mtbf", "mtbf_node": "node_mtbf", "node_mtbf_s": "node_mtbf", "mtbf": "gpu_mtbf",
@@ -355,6 +355,7 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
     if "from_sacct" in texts:
         with problems:
             causes += measured.of_sacct(texts["from_sacct"], values["repair_time"])
+            values["from_sacct"], origin["from_sacct"] = texts["from_sacct"], f"measured ({causes[-1].name})"
     if "history" in texts:
         with problems:
             found = history(str(texts["history"]))
@@ -362,7 +363,7 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
                 trace, values["law"] = found, "trace"
             sizes = {kind: values[f"nodes_per_{kind}"] for kind in ("rack", "switch", "power")}
             causes += found.causes(values["gpus_per_node"], values["repair_time"], values["domain_repair_time"], sizes)
-            origin["gpu_mtbf"] = f"history ({found.source})"
+            values["history"], origin["history"] = str(texts["history"]), f"history ({found.source})"
     problems.refuse()
     return trace
 
