@@ -38,11 +38,7 @@ def _rows_follow(right):
 
 
 def _entry_is_kept(table: str):
-    """Return a bug: a new connection of a replica does not replace the replica's entry in an attribute of Dispatch.
-
-    Args:
-        table: name of the attribute, a dictionary by replica.
-    """
+    """Return a bug: a new connection of a replica does not replace the replica's entry in an attribute of Dispatch."""
 
     def kept(right):
         def welcome(self, now, peer, message):
