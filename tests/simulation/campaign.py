@@ -43,6 +43,21 @@ class Mutant:
     wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def planter(mutants: list[Mutant]) -> Callable[[str, Any, str], Callable]:
+    """Return a decorator for wrong functions, which get the right one before their own arguments and are entered into
+    ``mutants``: ``@plant(title, owner, name of the right function)``.
+    """
+
+    def plant(title: str, owner: Any, name: str) -> Callable:
+        def enter(wrong: Callable[..., Any]) -> Callable[..., Any]:
+            mutants.append(Mutant(title, owner, name, lambda right: lambda *given, **how: wrong(right, *given, **how)))
+            return wrong
+
+        return enter
+
+    return plant
+
+
 @dataclass
 class Summary:
     """Totals over histories.
