@@ -16,7 +16,7 @@ from ft.job.messages import Open, Resume, WorkerDone
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
 from ft.worker.progress import Progress
-from ft.worker.protocol import Place
+from ft.worker.protocol import Member
 from tests.simulation.campaign import Mutant, planter
 
 PLANTS: list[Mutant] = []
@@ -30,18 +30,18 @@ def _nothing_is_repeated(right, member, report):
     return None
 
 
-@plant("takes a seat of an epoch that is over", Place, "is_seated_by")
+@plant("takes a seat of an epoch that is over", Member, "is_seated_by")
 def _any_open_seats(right, self, order):
     return isinstance(order, Open) and any(seat.worker == self.worker for seat in order.seats.values())
 
 
-@plant("leaves its epoch when an older one is closed", Place, "note_close")
+@plant("leaves its epoch when an older one is closed", Member, "note_close")
 def _any_close_is_own(right, self, order):
     self.closed_epoch = max(self.closed_epoch, self.epoch)
     return True
 
 
-@plant("obeys orders of an earlier epoch", Place, "is_for")
+@plant("obeys orders of an earlier epoch", Member, "is_for")
 def _orders_have_no_epoch(right, self, order, kind):
     return isinstance(order, kind)
 
@@ -137,7 +137,7 @@ def _old_fence_stays(right, self):
     self._fence = fence
 
 
-@plant("keeps the seats of its first epoch", Place, "enter")
+@plant("keeps the seats of its first epoch", Member, "enter")
 def _first_seats_stay(right, self, opened):
     seats = self.seats
     right(self, opened)
