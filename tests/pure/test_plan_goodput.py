@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ft.base.errors import UserError
-from ft.base.flags import Parser
 from ft.lab.plan.goodput import buy, engine, exact, histories, model, scenario
+from ft.lab.plan.goodput.exact import asked
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.lab.plan.spare.theory import trials
 from ft.protection.table import HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
@@ -17,12 +17,6 @@ from ft.systems.spare.ruler import ruler
 
 BASE = "--gpus 64 --gpu-mtbf 320h --step-time 1s --save-time 60s --restart-time 600s --repair-time 0 --days 30"
 POINTS = 0.005
-
-
-def asked(words: str) -> scenario.Scenario:
-    parser = Parser(prog="ft")
-    scenario.add_flags(parser)
-    return scenario.read(parser.parse_args(words.split()))
 
 
 def effective(words: str, protection: Protection, standbys: int = 0, interval: float = 1000) -> model.Row:
