@@ -114,12 +114,13 @@ def test_the_best_interval_minimises_dalys_exact_formula():
     assert cost(best) <= min(cost(best - 5), cost(best + 5))
 
 
-def test_the_best_interval_of_periodic_failures_is_searched():
-    """A failure every hour leaves 50 min: one save right before the next failure is best, not four."""
-    given = asked("--gpus 8 --gpu-mtbf 8h --law periodic --step-time 1s --save-time 60s --restart-time 600s "
+@pytest.mark.parametrize(("restart", "best"), [(600, 2940), (1200, 2340)])
+def test_the_best_interval_of_periodic_failures_is_searched(restart, best):
+    """Of the time between two failures and after a restart, one save right before the next failure takes the least."""
+    given = asked(f"--gpus 8 --gpu-mtbf 8h --law periodic --step-time 1s --save-time 60s --restart-time {restart}s "
                   "--repair-time 0 --failures 2000 --spares 0")  # fmt: skip
     row = model.final(given, model.best(given, [Protection((CHECKPOINTS,))]))
-    assert row.interval == pytest.approx(2940, abs=15) and row.effective == pytest.approx(2940 / 3600, abs=POINTS)
+    assert row.interval == pytest.approx(best, abs=15) and row.effective == pytest.approx(best / 3600, abs=POINTS)
 
 
 def test_every_combination_is_one_that_the_table_allows_and_the_ladder_answers():

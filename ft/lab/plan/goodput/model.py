@@ -545,19 +545,18 @@ def _searched(asked: Scenario, row: Row) -> int:
     the interval is a saw.
     """
 
+    @cache
     def useful(interval: int) -> float:
         return simulate(asked, row.protection, row.spares, interval, _SEARCH[engine.player()[0]]).effective
 
-    found = {max(1, round(row.interval * 2.0 ** (i / 4))): 0.0 for i in range(-8, 17)}
-    found = {interval: useful(interval) for interval in found}
-    for finer in (1.08, 1.03, 1.01, 1.003):
-        while True:
-            best = max(found, key=found.__getitem__)
-            tries = {max(1, round(best * finer)), max(1, round(best / finer))} - found.keys()
-            if not tries:
-                break
-            found |= {interval: useful(interval) for interval in tries}
-    return max(found, key=found.__getitem__)
+    def climbed(at: int) -> int:
+        for finer, sign in product((1.08, 1.03, 1.01, 1.003), (1, -1)):
+            while useful(following := max(1, round(at * finer**sign))) > useful(at):
+                at = following
+        return at
+
+    begin = sorted({max(1, round(row.interval * 2.0 ** (i / 4))) for i in range(-8, 17)}, key=useful)
+    return max(map(climbed, begin[-6:]), key=useful)
 
 
 def combinations(asked: Scenario) -> list[tuple[str, ...]]:
