@@ -93,6 +93,18 @@ def test_software_failures_need_no_standby():
     assert effective(words, Protection((CHECKPOINTS,))).totals["restarts"] > 0
 
 
+def test_a_rack_that_takes_nodes_of_two_replicas_leaves_the_standby_to_the_one_that_lacks_fewer():
+    """Nodes 3 to 5 fail: two of the first replica's five, and one of the second's."""
+    given = asked(BASE.replace("64", "80"))
+    happen = engine.Events(np.array([10.0, engine.NEVER]), np.array([3, 0]), np.array([3, 0]), np.array([3600.0, 0.0]),
+                           np.zeros(9))  # fmt: skip
+    state = engine.begin(2, 10, 1, 0)
+    engine.play(
+        model.options(given, Protection((REPLICAS,), 2), 100), happen, state, np.array([20.0]), np.zeros((1, 35))
+    )
+    assert state.missing.tolist() == [2, 0] and state.ready.tolist() == [engine.NEVER, 610.0]
+
+
 def test_a_rack_takes_a_state_and_its_copies_unless_they_are_in_another():
     words = BASE.replace("--gpu-mtbf 320h", "--rack-mtbf 10d --nodes-per-rack 4")
     apart = effective(words, Protection((HOT_SWAP,), copies=1), 8)

@@ -17,20 +17,18 @@ from scipy import special
 from ft.job.control import recovery
 from ft.job.control.recovery import decide
 from ft.lab.plan.goodput import engine
-from ft.lab.plan.goodput.scenario import Scenario
+from ft.lab.plan.goodput.scenario import CHECKPOINTS, FEWER, Scenario
 from ft.lab.plan.policy.losses import situations
 from ft.lab.plan.policy.scenario import CHECKFREE, CHECKFREE_PLUS
 from ft.lab.plan.policy.scenario import HOT_SWAP as LADDER_HOT_SWAP
 from ft.lab.plan.policy.scenario import Scenario as Fault
-from ft.lab.plan.snapshot.shards import MAIN, MOMENTS
+from ft.lab.plan.snapshot import MAIN, MOMENTS
 from ft.protection.table import CONFLICTS, DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED, TABLE
 from ft.state.placement.assign import place
 from ft.systems.spare.controller.controller import Controller
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
-CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
-"""Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 _SEARCH, _FINAL = {"numba": 4000, "interpreted": 400}, {"numba": 60_000, "interpreted": 4000}
 _ERROR = 0.0008
 _PLACED = 16_384
