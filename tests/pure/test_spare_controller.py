@@ -57,43 +57,42 @@ def copy(kept: Controller) -> Controller:
     return Controller.restore(kept.state())
 
 
-@pytest.mark.parametrize(("groups", "redundancy"), SIZES)
-def test_every_loss_up_to_the_wipe_out_has_the_least_stack_and_the_least_movement(groups, redundancy):
-    for seed in range(4):
-        rng, kept = random.Random(seed), controller(groups, redundancy)
-        print(f"seed {seed}")
-        for group in rng.sample(range(groups), groups):
-            before = copy(kept)
-            done = kept.lose([group])
-            survivors = before.alive.copy()
-            survivors[group] = False
-            assert set(done.patch_types) == missing(before.orders, survivors, before.stack)
-            if done.wipe_out:
-                assert least_stack(before.orders, survivors) is None
-                assert np.array_equal(kept.orders, before.orders) and np.array_equal(kept.alive, before.alive)
-                assert set(done.wipe_out) == missing(before.orders, survivors, redundancy)
+def live(kept: Controller, rng: random.Random, events: int, most: int, returns: float = 0.0) -> bool:
+    """Lose up to ``most`` groups at once, or bring one back; check each call, and return whether a type was wiped out.
+
+    A wipe-out ends it if no group ever returns.
+    """
+    wiped = False
+    for _ in range(events):
+        before, living = copy(kept), np.flatnonzero(kept.alive).tolist()
+        away = sorted(set(range(kept.groups)) - set(living))
+        if away and rng.random() < returns:
+            group = rng.choice(away)
+            check_step(before, kept, kept.bring_back(group), free=group)
+            continue
+        lost = rng.sample(living, min(len(living), rng.randint(1, most)))
+        survivors = before.alive
+        survivors[lost] = False
+        done = kept.lose(lost)
+        assert set(done.patch_types) == missing(before.orders, survivors, before.stack)
+        assert set(done.wipe_out) == missing(before.orders, survivors, kept.redundancy)
+        if done.wipe_out:
+            wiped = True
+            assert least_stack(before.orders, survivors) is None and kept.state() == before.state()
+            if not returns:
                 break
-            check_step(before, kept, done)
         else:
-            pytest.fail("the last group was lost without a wipe-out")
+            check_step(before, kept, done)
+    return wiped
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), SIZES)
-def test_several_losses_at_once_and_returns_between_them(groups, redundancy):
+@pytest.mark.parametrize(("most", "returns"), [(1, 0.0), (3, 0.5)])
+def test_every_loss_and_return_has_the_least_stack_and_the_least_movement(groups, redundancy, most, returns):
     for seed in range(4):
-        rng, kept = random.Random(100 + seed), controller(groups, redundancy)
-        print(f"seed {100 + seed}")
-        for _ in range(12):
-            before = copy(kept)
-            away = np.flatnonzero(~kept.alive).tolist()
-            if away and rng.random() < 0.5:
-                group = rng.choice(away)
-                check_step(before, kept, kept.bring_back(group), free=group)
-                continue
-            living = np.flatnonzero(kept.alive).tolist()
-            done = kept.lose(rng.sample(living, min(len(living), rng.choice((1, 2, 3)))))
-            if not done.wipe_out:
-                check_step(before, kept, done)
+        print(f"seed {seed}")
+        kept = controller(groups, redundancy)
+        assert live(kept, random.Random(seed), 12 if returns else groups, most, returns) or returns
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), [(40, 4), (60, 3)])
@@ -122,11 +121,7 @@ def test_many_losses_at_once_near_the_capacity_of_the_survivors(groups, redundan
         print(f"seed {seed}")
         rng, kept = random.Random(seed), controller(groups, redundancy)
         kept.lose(rng.sample(range(groups), groups // 2 - 4))
-        for _ in range(3):
-            before = copy(kept)
-            done = kept.lose(rng.sample(np.flatnonzero(kept.alive).tolist(), rng.randint(1, 6)))
-            if not done.wipe_out:
-                check_step(before, kept, done)
+        live(kept, rng, 3, 6)
 
 
 @settings(max_examples=80, deadline=None)
@@ -155,17 +150,7 @@ def test_any_groups_of_any_size_lost_at_once_and_brought_back(data):
 def test_a_placement_whose_types_share_more_groups_is_reordered_as_exactly(groups, marks):
     for seed in range(5):
         print(f"seed {seed}")
-        rng, kept = random.Random(seed), Controller(Placement(groups, marks))
-        for _ in range(10):
-            before = copy(kept)
-            away = np.flatnonzero(~kept.alive).tolist()
-            if away and rng.random() < 0.4:
-                group = rng.choice(away)
-                check_step(before, kept, kept.bring_back(group), free=group)
-            else:
-                done = kept.lose([rng.choice(np.flatnonzero(kept.alive).tolist())])
-                if not done.wipe_out:
-                    check_step(before, kept, done)
+        live(Controller(Placement(groups, marks)), random.Random(seed), 10, 1, 0.4)
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), [(200, 8), (1000, 26)])

@@ -13,7 +13,7 @@ from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 from ft.systems.spare.shares import patches, rearrange
 
-SIZES = [(3, 2), (4, 2), (7, 3), (13, 4), (31, 6), (60, 5)]
+SIZES = [(3, 2), (4, 2), (5, 2), (6, 2), (7, 3), (13, 4), (31, 6), (60, 5)]
 SHARD = 2
 
 
@@ -71,7 +71,7 @@ class Group:
             count = self.work.share(len(gradients) * SHARD) // SHARD
             mine, types = types[:count], types[count:]
             part = gradients[mine].mean(dim=0) if mine else torch.zeros_like(gradients[0])
-            self.given, self.take = part, self.work.kept(0, [part], None)
+            self.given, self.take = part, self.work.kept(0, [part[:2], part[2:]], None)
             self.taken += mine
             if not self.work.is_apart:
                 break
@@ -126,11 +126,13 @@ class Trainer:
                     depths.append(0)
                     continue
             for group in self.here:
-                self.groups[group].exchange()
+                self.groups[group].exchange().fill_(float("nan"))  # nothing is left of what was exchanged
                 self.groups[group].work.failed()
             depths.append(max(len(self.groups[group].attempt(quorum, self.gradients)) for group in self.here))
         whole = sum(self.groups[group].exchange() for group in self.here)
         assert torch.allclose(whole, self.gradients.sum(dim=0)), "a gradient is lost or added twice"
+        computed = [self.groups[group].computed for group in self.here]
+        assert all(len(set(types)) == len(types) for types in computed), "a group has computed a type twice"
         self.commit()
         return depths
 

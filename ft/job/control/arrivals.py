@@ -140,8 +140,7 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
     if worker.assembled and report.epoch < state.epoch:
         out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
         return
-    again, worker.assembled, worker.arrived = worker.assembled, True, report.groups
-    worker.inherited = report.holdings
+    again, worker.assembled, worker.arrived = worker.assembled, True, report
     if again:
         out.add(f"{report.worker} has arrived again")
         return
@@ -337,14 +336,7 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
 
 
 def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], whose: str) -> list[str]:
-    """Return one sentence for each setting that differs.
-
-    Args:
-        mine: the settings of one worker.
-        who: its name.
-        theirs: the settings of the other worker.
-        whose: its name.
-    """
+    """Return one sentence for each setting that differs between the workers ``who`` and ``whose``."""
     differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
     found = [
         f"{name}: {mine.get(name, _UNSET)} ({who}), {theirs.get(name, _UNSET)} ({whose})" for name in differ[:_MOST]

@@ -113,7 +113,7 @@ def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Dec
     elif report.worker in state.suspicions:
         out.add(f"ignored: {report.worker} has reported this before")
     else:
-        state.suspicions[report.worker] = Suspicion(now, report.group, report.message)
+        state.suspicions[report.worker] = Suspicion(now, report)
         out.add(f"{report.worker} lost a connection of group {report.group}; a death would be heard of soon")
 
 

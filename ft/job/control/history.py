@@ -34,13 +34,6 @@ def weigh(history: list[Incident], now: float, rank: int | None, step: int, foun
       from the computation, not from the node. Unanswered waits are excluded; ``going_round`` handles them.
     - RESTART becomes STOP if the same software error has led to a restart at the same step or a neighbouring one:
       another restart would end in the same error.
-
-    Args:
-        history: earlier failures, oldest first.
-        now: time in seconds.
-        rank: logical rank of the failed worker.
-        step: last committed step.
-        found: the verdict on this failure alone.
     """
     mine = [incident for incident in history if incident.rank == rank]
     if found.action == RETRY:
@@ -63,12 +56,6 @@ def returned(before: list[Return], step: int, recovery: Recovery, fired: int) ->
 
     The list ``before`` is continued only if training stopped after the same step, nothing has died or raised an error
     since, and no further fault was injected. Otherwise the new list has one entry.
-
-    Args:
-        before: the rollbacks so far.
-        step: committed step that is restored now.
-        recovery: the recovery in progress.
-        fired: number of faults that have been injected so far.
     """
     this = Return(step, list(recovery.verdicts), fired)
     goes_on = bool(before) and recovery.in_vain and (before[-1].step, before[-1].fired) == (step, fired)
@@ -100,15 +87,7 @@ def of_joiner(found: Verdict) -> Verdict:
 
 
 def record(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> None:
-    """Append a failure to the history, and drop the oldest entries.
-
-    Args:
-        history: the failures so far, which are changed.
-        now: time of the failure, in seconds.
-        rank: logical rank that failed; None for a standby.
-        step: committed step at the time of the failure.
-        found: the verdict on the failure.
-    """
+    """Append a failure to the history, and drop the oldest entries."""
     history.append(Incident(now, rank, step, found.action, found.key))
     del history[:-_REMEMBERED]
 
@@ -119,14 +98,7 @@ _NAMES = {each.name for each in fields(Finding)} - {"when"}
 
 
 def record_finding(state: State, now: float, detail: dict[str, Any], out: Decisions) -> None:
-    """Record a finding.
-
-    Args:
-        state: state of the control plane.
-        now: time in seconds.
-        detail: the event ``events.HEALTH_FOUND`` as the agent has reported it.
-        out: decisions.
-    """
+    """Record a finding: the event ``events.HEALTH_FOUND`` as the agent has reported it."""
     agent = state.agents.get(str(detail.get("node")))
     out.add(f"observed: {events.HEALTH_FOUND}").note(events.HEALTH_FOUND, **detail)
     if agent is None or agent.gone or not detail.get("acts") or not detail.keys() >= _NAMES:

@@ -61,11 +61,7 @@ class Journal:
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
         """Record one call ``decide(state, now, posted.report)`` and the decisions that it returned.
 
-        Args:
-            now: time on the control plane's clock, in seconds.
-            wall: the same time in seconds since 1970.
-            posted: the report; None if the call was about the passing of time.
-            decisions: the decisions.
+        ``posted`` is None if the call was about the passing of time; ``wall`` is ``now`` in seconds since 1970.
         """
         if posted is not None and isinstance(posted.report, AgentBeat) and not decisions:
             self._beats[posted.node] = (now, posted)

@@ -35,13 +35,10 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     several groups could compute.
 
     Attributes:
-        step: number of the step, from 1.
-        quorum: number of the step's quorum.
         before: number of the previous step's quorum in this replica's state, 0 before the first.
         healthy: replicas whose gradients are in the step.
         behind: replicas that fetched their state during it.
         batch: samples that each healthy replica took.
-        assignment: which replica gets which samples in this step.
         positions: replica -> position in that assignment after the step.
         wall: time of the commit, in seconds since 1970.
         step_s: seconds that the step took, including retries and waits.
@@ -120,7 +117,6 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
     """Return the commits in a replica's folder in the order written; incomplete lines and unknown keys are ignored.
 
     Args:
-        folder: folder of the replica.
         most: bytes to read from the end of the file; None: all of it.
 
     Raises:

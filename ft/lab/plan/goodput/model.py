@@ -17,20 +17,18 @@ from scipy import special
 from ft.job.control import recovery
 from ft.job.control.recovery import decide
 from ft.lab.plan.goodput import engine
-from ft.lab.plan.goodput.scenario import Scenario
+from ft.lab.plan.goodput.scenario import CHECKPOINTS, FEWER, Scenario
 from ft.lab.plan.policy.losses import situations
 from ft.lab.plan.policy.scenario import CHECKFREE, CHECKFREE_PLUS
 from ft.lab.plan.policy.scenario import HOT_SWAP as LADDER_HOT_SWAP
 from ft.lab.plan.policy.scenario import Scenario as Fault
-from ft.lab.plan.snapshot.shards import MAIN, MOMENTS
+from ft.lab.plan.snapshot import MAIN, MOMENTS
 from ft.protection.table import CONFLICTS, DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED, TABLE
 from ft.state.placement.assign import place
 from ft.systems.spare.controller.controller import Controller
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
-CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
-"""Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 _SEARCH, _FINAL = {"numba": 4000, "interpreted": 400}, {"numba": 60_000, "interpreted": 4000}
 _ERROR = 0.0008
 _PLACED = 16_384
@@ -536,10 +534,34 @@ def final(asked: Scenario, row: Row) -> Row:
     """Simulate a row once more, with so many failures that the mean has a standard error of at most ``_ERROR``."""
     failures = asked.failures or _FINAL[engine.player()[0]]
     found = tuned(asked, row.protection, row.spares, failures)
+    if not asked.interval and (asked.law != "exponential" or not row.protection.returns):
+        found = simulate(asked, row.protection, row.spares, _searched(asked, found), failures)
     if asked.failures is None and found.error > _ERROR:
         more = min(16.0, (found.error / _ERROR) ** 2)
         found = simulate(asked, row.protection, row.spares, found.interval, round(more * failures))
     return found
+
+
+def _searched(asked: Scenario, row: Row) -> int:
+    """Return the best interval around that of a row, whose formula holds for losses at random moments only.
+
+    With periodic failures, say, the best checkpoint is written right before the next failure, and the useful time over
+    the interval is a saw.
+    """
+
+    def useful(interval: int) -> float:
+        return simulate(asked, row.protection, row.spares, interval, _SEARCH[engine.player()[0]]).effective
+
+    found = {max(1, round(row.interval * 2.0 ** (i / 4))): 0.0 for i in range(-8, 17)}
+    found = {interval: useful(interval) for interval in found}
+    for finer in (1.08, 1.03, 1.01, 1.003):
+        while True:
+            best = max(found, key=found.__getitem__)
+            tries = {max(1, round(best * finer)), max(1, round(best / finer))} - found.keys()
+            if not tries:
+                break
+            found |= {interval: useful(interval) for interval in tries}
+    return max(found, key=found.__getitem__)
 
 
 def combinations(asked: Scenario) -> list[tuple[str, ...]]:

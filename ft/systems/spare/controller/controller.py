@@ -27,9 +27,6 @@ def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
     """Return which types are in the first ``stack`` positions of a surviving group's stack.
 
     In a fixed order, each stack position has one type, so the matching of HK-Fixed is only a test of coverage.
-
-    Returns:
-        bool [N].
     """
     found = np.zeros(len(orders), dtype=bool)
     found[orders[alive, :stack]] = True
@@ -225,8 +222,6 @@ class Reordering:
     """The decision of the controller after a loss or a return.
 
     Attributes:
-        stack: S from now on.
-        moves: moves in ascending order of their types.
         wipe_out: types that no surviving group hosts. If there are any, the controller has changed nothing, and the
             caller has to restart from a checkpoint and call ``reset``.
         phase: phase of SPARe, algorithm 2, in which the decision was found: 0, the orders remain valid; 1, S changed
@@ -250,14 +245,8 @@ class Controller:
     give the same stacks on every machine, compiled or not.
 
     Args:
-        placement: the initial placement, with all groups alive and S = 1.
         accelerate: whether to compile the controller with numba; None: if numba is installed. An interpreted call takes
             a fraction of a millisecond with 1000 groups, so that compiling pays only for thousands of calls.
-
-    Attributes:
-        groups: N, the number of groups and of types.
-        redundancy: r, the number of types that a group hosts.
-        placement: the initial placement.
     """
 
     def __init__(self, placement: Placement, accelerate: bool | None = False):
