@@ -5,7 +5,7 @@ from.
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ft.base import files, quantities
@@ -15,6 +15,8 @@ from ft.base.quantities import between, whole
 from ft.lab.plan.goodput.histories import Cause, History, history
 
 GIVEN, ASSUMED = "given", "assumed"
+CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
+"""Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 BEST = "best"
 LAWS = ("exponential", "weibull", "lognormal", "periodic", "trace")
 REPAIRS = ("exponential", "fixed", "lognormal")
@@ -171,7 +173,7 @@ class Scenario:
     values: Mapping[str, Any]
     origin: Mapping[str, str]
     causes: tuple[Cause, ...]
-    trace: History | None = field(default=None)
+    trace: History | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -192,10 +194,10 @@ class Scenario:
     def but(self, **values: Any) -> "Scenario":
         """Return the scenario with other values; ``scale`` multiplies every rate of failures."""
         scale = values.pop("scale", 1.0)
-        causes = [cause.scaled(scale) for cause in self.causes]
+        causes = [replace(cause, mtbf_s=cause.mtbf_s / scale) for cause in self.causes]
         if "repair_time" in values:
             ratio = values["repair_time"] / self.repair_time if self.repair_time else 0.0
-            causes = [cause.with_repair(cause.repair_s * ratio) for cause in causes]
+            causes = [replace(cause, repair_s=cause.repair_s * ratio) for cause in causes]
         return Scenario({**self.values, **values}, self.origin, tuple(causes), self.trace)
 
 
