@@ -82,7 +82,6 @@ setup(
                 "pytest>=8",
                 "pytest-xdist",
                 "hypothesis",
-                "networkx",
                 "tokenizers",
                 "numba",
                 "wandb",

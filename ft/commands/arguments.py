@@ -26,11 +26,7 @@ def launchers_flags() -> set[str]:
 
 
 def misplaced(problem: str) -> Problem | None:
-    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake; None for other problems.
-
-    Args:
-        problem: what the trainer's parser says of the flag.
-    """
+    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake; None for other problems."""
     flag = problem.removeprefix("unknown flag ")
     if flag == problem or flag not in launchers_flags():
         return None

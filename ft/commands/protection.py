@@ -37,7 +37,6 @@ class LaunchLine:
 
     Attributes:
         world_size: number of logical ranks (positions in the parallel grid); in a run with replicas, of one replica.
-        nodes: number of nodes that train.
         flags: the given flags that have an effect only in a protected run, such as "--standby 1", as the user wrote
             them.
         replicas: number of FT-HSDP replicas; 0 for a run without replicas.

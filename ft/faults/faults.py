@@ -41,16 +41,9 @@ PHASES = STEP_PHASES + RECOVERY_PHASES
 _MOST_NAMED = 10
 
 ERRORS = ("recoverable", "timeout", "software", "node", "user")
-"""Exceptions that a worker can raise. recoverable: RecoverableError; timeout: TimeoutError; software: RuntimeError;
-node: ReplaceNodeError; user: UserError.
-"""
+"""Exceptions that a worker can raise (``ft.faults.worker``)."""
 COPIES = ("own", "peer")
-"""Snapshots that can be corrupted. own: the worker's own snapshot; peer: the copies of other ranks' snapshots that it
-holds.
-"""
 VALUES = ("nan", "bit")
-"""Ways to corrupt a model parameter. nan: one element becomes NaN; bit: one bit of an element is flipped."""
-
 OF_CONTROL = ("kill-control",)
 """Kinds of faults that hit the control plane."""
 OF_NODE = ("partition", "kill-agent")

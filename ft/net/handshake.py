@@ -30,7 +30,7 @@ CHALLENGE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 _LABEL_BYTES = 16
 GREETING_BYTES = _LABEL_BYTES + CHALLENGE_BYTES
-_SCHEME = "ft-handshake-1"
+_SCHEME, _ROLES = "ft-handshake-1", ("acceptor", "dialer")
 _LENGTH = struct.Struct("<Q")
 
 
@@ -45,36 +45,9 @@ class NotAMember(ConnectionError):
     """The other end is not a member of a run: it uses another protocol, or gives no proof."""
 
 
-def proof(token: str, *words: bytes | str | int) -> bytes:
-    """Return the HMAC of ``words``, which only a process that knows the token can compute.
-
-    The lengths of the words are included: ("ab", "c") and ("a", "bc") have different proofs.
-    """
-    digest = hmac.new(token.encode(), digestmod=hashlib.sha256)
-    for word in words:
-        data = word if isinstance(word, bytes) else str(word).encode()
-        digest.update(_LENGTH.pack(len(data)))
-        digest.update(data)
-    return digest.digest()
-
-
 def is_equal(given: bytes, expected: bytes) -> bool:
     """Compare two proofs in a time that does not depend on where they differ."""
     return hmac.compare_digest(given, expected)
-
-
-def challenge() -> bytes:
-    """Return a new challenge, which is a random byte string."""
-    return secrets.token_bytes(CHALLENGE_BYTES)
-
-
-def parse_challenge(text: object) -> bytes | None:
-    """Return the challenge whose hexadecimal form is ``text``; None if ``text`` encodes no challenge."""
-    try:
-        data = bytes.fromhex(text) if isinstance(text, str) else b""
-    except ValueError:
-        return None
-    return data if len(data) == CHALLENGE_BYTES else None
 
 
 @dataclass(frozen=True)
@@ -94,35 +67,11 @@ class Party:
     token: str = field(repr=False)
     purpose: str
     is_dialer: bool
-    challenge: bytes = field(default_factory=challenge)
+    challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
 
     @property
     def label(self) -> bytes:
         return self.purpose.encode().ljust(_LABEL_BYTES, b"\0")
-
-    def answer(self, theirs: bytes, *said: bytes | str | int) -> bytes:
-        """Return this end's proof.
-
-        Args:
-            theirs: the other end's challenge.
-            said: the content that this end sends; the other end checks the proof against the same content.
-
-        Raises:
-            ValueError: ``theirs`` does not have the size of a challenge.
-        """
-        if len(theirs) != CHALLENGE_BYTES:
-            raise ValueError(f"a challenge of {len(theirs)} bytes; it has {CHALLENGE_BYTES}")
-        return self._prove(self.is_dialer, theirs, self.challenge, said)
-
-    def check(self, given: bytes, theirs: bytes, *said: bytes | str | int) -> bool:
-        """Return whether ``given`` is the other end's valid proof.
-
-        Args:
-            given: the proof that the other end has sent.
-            said: the content that the other end has sent.
-        """
-        expected = self._prove(not self.is_dialer, self.challenge, theirs, said)
-        return len(theirs) == CHALLENGE_BYTES and is_equal(given, expected)
 
     def greeting(self) -> bytes:
         return self.label + self.challenge
@@ -144,19 +93,29 @@ class Party:
     def key(self, theirs: bytes) -> bytes:
         """Return a key that only the two ends of this connection know. ``theirs``: the other end's challenge."""
         challenges = (self.challenge, theirs) if self.is_dialer else (theirs, self.challenge)
-        return proof(self.token, _SCHEME, self.purpose, "key", *challenges)
+        return self._hmac("key", *challenges)
 
     def seal(self, theirs: bytes, message: bytes = b"") -> bytes:
-        """Return ``message`` followed by this end's proof."""
-        return message + self.answer(theirs, message)
+        """Return ``message`` followed by this end's proof. ``theirs``: the other end's challenge."""
+        return message + self._hmac(_ROLES[self.is_dialer], theirs, self.challenge, message)
 
     def open(self, theirs: bytes, sealed: bytes) -> bytes | None:
         """Return the message that the other end has sealed; None if its proof is wrong."""
         message, given = sealed[:-PROOF_BYTES], sealed[-PROOF_BYTES:]
-        return message if self.check(given, theirs, message) else None
+        expected = self._hmac(_ROLES[not self.is_dialer], self.challenge, theirs, message)
+        return message if is_equal(given, expected) else None
 
-    def _prove(self, is_dialer: bool, asked: bytes, own: bytes, said: tuple[bytes | str | int, ...]) -> bytes:
-        return proof(self.token, _SCHEME, self.purpose, "dialer" if is_dialer else "acceptor", asked, own, *said)
+    def _hmac(self, *words: bytes | str) -> bytes:
+        """Return the HMAC of the protocol and of ``words``, which only a process that knows the token can compute.
+
+        The lengths of the words are included: ("ab", "c") and ("a", "bc") have different ones.
+        """
+        digest = hmac.new(self.token.encode(), digestmod=hashlib.sha256)
+        for word in (_SCHEME, self.purpose, *words):
+            data = word.encode() if isinstance(word, str) else word
+            digest.update(_LENGTH.pack(len(data)))
+            digest.update(data)
+        return digest.digest()
 
 
 def dial(

@@ -52,7 +52,6 @@ def visible(found: Sequence[GpuState], selection: str | None) -> list[GpuState]:
     """Return the readings that CUDA_VISIBLE_DEVICES selects, in its order.
 
     Args:
-        found: the readings of all GPUs, by their index.
         selection: the variable, or None if it is not set.
     """
     if selection is None:

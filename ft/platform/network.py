@@ -6,9 +6,7 @@ workers included.
 """
 
 import contextlib
-import fcntl
 import ipaddress
-import os
 import random
 import socket
 import struct
@@ -16,70 +14,34 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
+
 from ft.base.errors import UserError
 
-_LISTENS = "0A"
-_SIOCGIFADDR = 0x8915
-_NAME_BYTES = 15
 _SHOWN = 100
 
 
 def listener(port: int) -> str:
     """Return the process that listens on a TCP port, such as "process 4711 (python -m http.server)"; "" if none does.
 
-    A process of another user is not visible to a plain user; then only the user is named.
+    A process of another user is not visible to a plain user.
     """
-    sockets = _listening(port)
-    if not sockets:
+    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    pids = [one.pid for one in listening if one.laddr.port == port]
+    if not pids:
         return ""
-    wanted = {f"socket:[{inode}]" for inode in sockets}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if wanted & set(_held(pid)):
-            return f"process {pid} ({_command(pid)})"
-    return f"a process of user {next(iter(sockets.values()))}"
-
-
-def _held(pid: str) -> Iterator[str]:
-    """Yield what the open descriptors of a process lead to; nothing if it has ended or belongs to another user."""
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # it was closed meanwhile
-                yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
-
-
-def _command(pid: str) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return "ended"
-    return words.replace(b"\0", b" ").decode(errors="replace").strip()[:_SHOWN]
-
-
-def _listening(port: int) -> dict[str, str]:
-    """Return inode -> user id of the sockets that listen on a port."""
-    found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for words in map(str.split, lines):
-            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
-                found[words[9]] = words[7]
-    return found
+    with contextlib.suppress(psutil.Error):
+        if pids[0] is not None:
+            return f"process {pids[0]} ({' '.join(psutil.Process(pids[0]).cmdline())[:_SHOWN]})"
+    return "a process of another user"
 
 
 def interfaces() -> dict[str, str]:
     """Return the first IPv4 address of each network interface of this machine that has one, by the interface's name."""
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:_NAME_BYTES])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # the interface has no IPv4 address
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [one.address for one in addresses if one.family == socket.AF_INET]
+        found.update({name: own[0]} if own else {})
     return found
 
 

@@ -265,11 +265,7 @@ def _reason(error: Exception) -> str:
 
 
 class _EtcdLog:
-    """A log in pieces; the name of each piece is the number of bytes before it, so that no two writers use the same.
-
-    Args:
-        copy: receives the same lines on this node, for people.
-    """
+    """A log in pieces; the name of each piece is the number of bytes before it, so that no two writers use the same."""
 
     def __init__(self, etcd: Etcd, name: str, content: bytes, copy: Lines):
         self._etcd, self._name, self._copy = etcd, name, copy

@@ -149,9 +149,6 @@ class _Switch:
     """A switch, from one line of the file.
 
     Attributes:
-        line: number of the line.
-        hosts: hosts connected to the switch.
-        below: names of the switches connected below it.
         height: 1 for a leaf switch, one more than the highest switch below otherwise.
     """
 
@@ -171,7 +168,6 @@ def parse_topology(lines: list[tuple[int, str]], path: str) -> dict[str, dict[st
 
     Args:
         lines: (line number, content) of the lines, without comments.
-        path: path of the file, for error messages.
 
     Raises:
         UserError: a line is not in Slurm's format, or the switches do not form a tree.

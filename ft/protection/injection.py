@@ -59,14 +59,7 @@ def corrupt_tensor(subject: TrainingState, fault: Fault) -> None:
 
 
 def plant(injector: Injector, chunks: Sequence[nn.Module], step: Callable[[], int]) -> Callable[[], None]:
-    """Install the hooks for the planned forward and backward faults of this rank, if there are any.
-
-    Args:
-        step: returns the number of the present step, counted from 1.
-
-    Returns:
-        A function that removes the hooks.
-    """
+    """Install the hooks for the planned forward and backward faults of this rank, if there are any."""
     handles = []
     chunk = chunks[len(chunks) // 2]
     module = middle_module(chunk)

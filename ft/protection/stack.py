@@ -78,7 +78,6 @@ class Protections:
     """The protections that a run asks for, the outermost first.
 
     Attributes:
-        features: the patches of megatron-core that any protection needs.
         joins_run, replicates_ends, intercepts_operators, divides_steps: whether this is so of any protection; see
             :class:`ft.protection.contract.Protection`.
         session: this worker's place in ``ft run``; None before ``connected``, and outside.

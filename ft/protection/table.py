@@ -21,16 +21,12 @@ class Entry:
     """One protection.
 
     Attributes:
-        name: its name in messages and reports.
-        does: what it provides, in a few words.
         home: "module:class" of its :class:`ft.protection.contract.Protection`.
         checks: module with a function ``check(options, grid, replicas)`` that yields the problems of its flags;
             importable without torch. "": there are no flags to check.
         flags: attribute names of the trainer's flags, any of which asks for the protection.
         variables: environment variables, any of which asks for the protection; ``ft run`` sets them. A protection
             without flags and variables is in every run, such as one that a user's script registers.
-        asked_by: how a user asks for it, for messages.
-        needs: names of the protections that it requires.
     """
 
     name: str
@@ -72,8 +68,6 @@ class Mode:
     """A mode of the trainer that some protections cannot protect.
 
     Attributes:
-        flags: the flags of megatron-core, each of which turns it on.
-        why: the reason, as a clause.
         fix: what a user can do; "": drop the flag.
         values: the values of the flags that are refused; empty: all values that turn it on.
         beside: other flags on which the refusal depends, and the values with which it holds; "" stands for a flag that
@@ -289,8 +283,6 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
 
     Args:
         options: the trainer's options, with the flags of protections in ``fault_tolerance``.
-        grid: sizes of the trainer's parallel groups.
-        replicas: number of replicas of the model; 0: the run has none.
         environment: the environment variables that ``ft run`` sets for workers.
     """
     if replicas:
@@ -307,12 +299,7 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
 
 
 def refused_modes(core: Any, asked: Iterable[Entry]) -> Iterator[Problem]:
-    """Yield (problem, fix) for each mode of the trainer that a protection cannot protect.
-
-    Args:
-        core: megatron-core's options: those of this project's trainer, or the arguments of Megatron-LM's.
-        asked: the protections of the run.
-    """
+    """Yield (problem, fix) for each mode of the trainer that a protection cannot protect."""
     entries = list(asked)
     for mode in MODES:
         concerned = [entry for entry in entries if entry.name in mode.protections]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, events
+from ft.base import events
 from ft.base.events import Event, named
 from ft.faults import first_cause as causes
 from ft.faults.first_cause import CrashError, FirstCause, Frame, Group, Raised
@@ -245,7 +245,7 @@ def errors_of(folder: Path, happened: list[Event]) -> Iterator[CrashError]:
     """Yield the errors of the run in ``folder``, whose events are ``happened``, in no particular order."""
     resumed = sorted(event.wall for event in happened if event.name == events.RESUMED)
     workers, beside = _workers(happened), []
-    for entry in _entries(folder / run.JOURNAL):
+    for entry in run.entries(folder / run.JOURNAL, _MARKS):
         beside += _take(entry, workers)
     planned = {
         event.worker: str(event.detail.get("kind", ""))
@@ -270,22 +270,6 @@ def _workers(happened: list[Event]) -> dict[str, _Worker]:
                 if isinstance(name, str) and name in found and str(rank).isdecimal():
                     found[name].rank = int(rank)
     return found
-
-
-def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the entries of the journal that tell of errors and of ends, without reading all of it into memory."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if any(mark in line for mark in _MARKS):
-                    try:
-                        entry = bounded_json.loads(line, non_finite=True)
-                    except ValueError:
-                        continue
-                    if isinstance(entry, dict):
-                        yield entry
-    except FileNotFoundError:
-        return
 
 
 def _take(entry: Mapping[str, Any], workers: dict[str, _Worker]) -> list[CrashError]:
@@ -439,7 +423,6 @@ _ADVICE = {
     causes.NODE: "see why the node or its network went down",
     causes.WAIT: "look for a group operation that not all ranks of its group take part in",
 }
-_SIGKILL = 9
 _SIGKILL_ADVICE = "if nobody sent it: the kernel's out-of-memory killer does; see dmesg on that node"
 
 
@@ -472,7 +455,7 @@ def as_text(found: FirstCause, told: Collection[str] = ()) -> str:
 
 
 def _advice(first: CrashError, kind: str) -> str:
-    if kind == causes.KILLED and first.signal == _SIGKILL and not first.planned:
+    if kind == causes.KILLED and first.signal == signal.SIGKILL and not first.planned:
         return _SIGKILL_ADVICE
     return _ADVICE.get(kind, "")
 

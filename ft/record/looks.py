@@ -18,7 +18,7 @@ from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Across, Look, Rank, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
-from ft.record.run import NOT_ENDED, load, read_status, replicas
+from ft.record.run import NOT_ENDED, entries, load, read_status, replicas
 from ft.show.text import spans
 
 _FOLDER, _WANTED, _SERVER = "looks", "wanted", "server.jsonl"
@@ -211,14 +211,9 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
 
 def _server(run: Path, wall: float) -> Rank | None:
     """Return what is known of the quorum server's process at the time of a look."""
-    try:
-        lines = files.read_text(run / _FOLDER / _SERVER).splitlines()
-    except OSError:
-        return None
     best: tuple[float, Any] | None = None
-    for line in lines:
+    for values in entries(run / _FOLDER / _SERVER):
         try:
-            values = bounded_json.loads(line)
             apart = abs(float(values["wall"]) - wall)
         except (ValueError, KeyError, TypeError):
             continue

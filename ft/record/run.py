@@ -4,7 +4,9 @@ The run may still be in progress, or may have died in the middle of writing a li
 is missing is known: damaged lines, and committed steps without a line in ``metrics.jsonl``.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -149,6 +151,22 @@ def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             damaged += bool(line.strip())
     return found, damaged
+
+
+def entries(path: Path, marks: Sequence[str] = ("",)) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in those lines of a file that contain one of the marks, without reading all of it into
+    memory. Damaged lines are skipped; a file that cannot be read has none.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if any(mark in line for mark in marks):
+                    with contextlib.suppress(ValueError):
+                        entry = bounded_json.loads(line, non_finite=True)
+                        if isinstance(entry, dict):
+                            yield entry
+    except OSError:
+        return
 
 
 def last_step(run: Run) -> int | None:

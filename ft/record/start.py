@@ -4,7 +4,7 @@ The findings are a pure function of what was read; reading is separate.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -290,23 +290,13 @@ def _expected(nodes: Mapping[str, Node]) -> int:
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> list[int]:
-    """Return the logical ranks whose workers have connected to their agents, by the reports in the journal."""
-    found = []
-    try:
-        with open(journal, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if '"WorkerReady"' not in line:
-                    continue
-                try:
-                    report = bounded_json.loads(line, non_finite=True).get("report") or {}
-                except (ValueError, AttributeError):
-                    continue
-                rank = ranks.get(report.get("worker"))
-                found += [rank] if rank is not None and report.get("kind") == "WorkerReady" else []
-    except OSError:
-        pass
-    return found
+def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> Iterator[int]:
+    """Yield the logical ranks whose workers have connected to their agents, by the reports in the journal."""
+    for entry in run.entries(journal, ('"WorkerReady"',)):
+        report = entry.get("report") or {}
+        rank = ranks.get(report.get("worker"))
+        if rank is not None and report.get("kind") == "WorkerReady":
+            yield rank
 
 
 def _messages(folder: Path, since: float) -> dict[str, str]:

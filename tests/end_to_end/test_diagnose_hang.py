@@ -58,20 +58,6 @@ def test_a_stopped_process_is_named(corpus, tmp_path):
     assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(2, "stopped")], found
 
 
-@pytest.mark.long
-def test_a_run_under_way_is_asked_while_it_hangs(corpus, tmp_path):
-    run = Running(
-        tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60), options="--inject stall@step=6:rank=3"
-    )
-    try:
-        run.wait_for(lambda: run.step() >= 5)
-        time.sleep(1)  # the others are in the operation in which they wait
-        code, found = diagnose(tmp_path / "run")
-    finally:
-        run.stop()
-    assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(3, "busy")], found
-
-
 def test_who_holds_the_interpreter_lock_is_named_with_its_line(corpus, tmp_path):
     injected = "--inject gil@step=6:rank=3:for=60s"
     run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60), options=injected)

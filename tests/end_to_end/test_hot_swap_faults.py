@@ -27,12 +27,47 @@ def actions(done) -> list[str]:
     return [event.detail["action"] for event in done.named("fault_detected")]
 
 
-@pytest.mark.long
-def test_a_hung_worker_is_killed_and_replaced(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "hang@step=6:rank=1,hang@step=11:rank=2:phase=backward")
-    assert done.code == 0, done.explain()
-    assert actions(done) == ["replace", "replace"], done.explain()
-    assert all("stopped" in event.detail["reason"] for event in done.named("fault_detected"))
+IN_PLACE = {
+    "a hung worker": ("hang@step=6:rank=1,hang@step=11:rank=2:phase=backward", ["replace"] * 2, {}),
+    "an inner rank of trees with a fan-out of 2, which relays what ranks 3 and 0 say": (
+        "kill@step=5:rank=1,hang@step=10:rank=1:phase=optimizer",
+        ["replace"] * 2,
+        {"script": "tests/helpers/narrow_gpt.py"},
+    ),
+    "a transient exception": (
+        "exception@step=5:rank=3:phase=backward,exception@step=10:rank=0:phase=optimizer",
+        ["in place"] * 2,
+        {},
+    ),
+    "an exception that says the node is bad": ("exception@step=5:rank=3:error=node", ["replace"], {}),
+    "a dropped connection": ("drop@step=5:rank=1,drop@step=10:rank=2:phase=backward", {"in place"}, {}),
+    "a slow rank, which is no failure": ("slow@step=5:rank=1:for=1s:factor=4", [], {}),
+    "two workers of different shards at once": (
+        "kill@step=7:rank=0:phase=forward,kill@step=7:rank=3:phase=forward",
+        None,
+        {"standby": 2},
+    ),
+    "no standby, so that a worker is started for the seat": ("kill@step=7:rank=1", None, {"standby": 0}),
+}
+"""Name -> faults, the actions that they must lead to (a set: at most these; None: any), and options of the run."""
+DAILY = ("an inner rank", "two workers", "no standby")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (not name.startswith(DAILY))) for name in IN_PLACE]
+)
+def test_faults_that_are_recovered_without_a_restart(name, corpus, reference, tmp_path):
+    faults, wanted, how = IN_PLACE[name]
+    done = run(corpus, tmp_path, faults, **how)
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    if isinstance(wanted, list):
+        assert actions(done) == wanted, done.explain()
+    elif wanted is not None:
+        assert set(actions(done)) <= wanted, done.explain()
+    if wanted is not None and "replace" not in wanted:
+        assert not done.named("worker_lost") and not any(e.detail["joiners"] for e in done.named("epoch_opened"))
+    if name == "a hung worker":
+        assert all("stopped" in event.detail["reason"] for event in done.named("fault_detected"))
     assert done.losses == reference(4, LAYOUT, 16)
 
 
@@ -46,32 +81,6 @@ def test_a_fault_whose_workers_reports_are_lost_happens_once_and_strictly_all_ha
     assert done.losses == reference(4, LAYOUT, 16)
     missed = "1 of 3 planned fault(s) did not happen: kill of rank 0 at step 6 (assemble)"  # nobody takes over rank 0
     assert done.code == NOT_INJECTED and missed in done.output, done.explain()
-
-
-def test_an_inner_rank_of_the_trees_is_killed_and_then_hangs(corpus, reference, tmp_path):
-    """With a fan-out of 2, rank 1 relays what rank 3 and rank 0 say to each other."""
-    faults = "kill@step=5:rank=1,hang@step=10:rank=1:phase=optimizer"
-    done = run(corpus, tmp_path, faults, script="tests/helpers/narrow_gpt.py")
-    assert done.code == 0, done.explain()
-    assert actions(done) == ["replace", "replace"], done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
-@pytest.mark.long
-def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "exception@step=5:rank=3:phase=backward,exception@step=10:rank=0:phase=optimizer")
-    assert done.code == 0, done.explain()
-    assert actions(done) == ["in place", "in place"], done.explain()
-    assert not done.named("worker_lost") and not any(e.detail["joiners"] for e in done.named("epoch_opened"))
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
-@pytest.mark.long
-def test_an_exception_that_says_the_node_is_bad_replaces_the_worker(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "exception@step=5:rank=3:error=node")
-    assert done.code == 0, done.explain()
-    assert actions(done) == ["replace"]
-    assert done.losses == reference(4, LAYOUT, 16)
 
 
 @pytest.mark.long
@@ -89,28 +98,6 @@ def test_a_user_error_ends_the_run_with_its_message(corpus, tmp_path):
     done = run(corpus, tmp_path, "exception@step=4:rank=1:error=user")
     assert done.code == 2, done.explain()
     assert "injected fault" in done.output
-
-
-@pytest.mark.long
-def test_a_dropped_connection_is_recovered_in_place(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "drop@step=5:rank=1,drop@step=10:rank=2:phase=backward")
-    assert done.code == 0, done.explain()
-    assert set(actions(done)) <= {"in place"} and not done.named("restarted"), done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
-@pytest.mark.long
-def test_a_slow_rank_is_no_failure(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "slow@step=5:rank=1:for=1s:factor=4")
-    assert done.code == 0, done.explain()
-    assert not done.named("fault_detected"), done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
-def test_two_workers_of_different_shards_at_once(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "kill@step=7:rank=0:phase=forward,kill@step=7:rank=3:phase=forward", standby=2)
-    assert done.code == 0 and not done.named("restarted"), done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
 
 
 @pytest.mark.long
@@ -136,12 +123,6 @@ def test_a_worker_that_is_killed_because_it_hangs_leaves_its_snapshots_to_its_su
     assert done.code == 0 and not done.named("restarted"), done.explain()
     sources = [event.detail["sources"] for event in done.named("state_restored")]
     assert sources[-1]["2"] == "copy:3" and sources[-1]["3"] == "own", done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
-def test_without_a_standby_a_worker_is_started_for_the_seat(corpus, reference, tmp_path):
-    done = run(corpus, tmp_path, "kill@step=7:rank=1", standby=0)
-    assert done.code == 0 and not done.named("restarted"), done.explain()
     assert done.losses == reference(4, LAYOUT, 16)
 
 

@@ -18,9 +18,9 @@ NAIVELY, PIGGYBACKED = Strategy("naive"), Strategy("piggyback")
 class Searching(Strategy):
     """Follows a plan that knows no matrix products."""
 
-    def _decide(self, unit, index, operator, in_segment):
+    def decide(self, unit, index, operator, in_segment):
         self.misfits.update([(unit.phase, operator)] if operator in ("mm", "addmm") else [])
-        return super()._decide(unit, index, operator, in_segment)
+        return super().decide(unit, index, operator, in_segment)
 
 
 def engine_of(strategy, disturbance=None) -> Engine:

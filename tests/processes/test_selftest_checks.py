@@ -24,7 +24,7 @@ FOUND = {
     "snapshot": "a checksum of the snapshot is wrong",
     "ring": "members 0 and 1 have different bits",
     "digests": "differ between cpu and cpu",
-    "fork": "did not use its device within 30 s",
+    "fork": "did not use its device: rank 0 of 1 did not come back within 30 s",
     "reproducible": "vary: ones_like",
     "training": "the run stopped with code",
     "kill": "instead of one replaced worker",

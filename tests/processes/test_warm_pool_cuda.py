@@ -59,6 +59,7 @@ ASKS_MORE = "import torch\nSMS = torch.cuda.get_device_properties(torch.cuda.cur
 USES = "import torch\ntorch.cuda.init()\n"
 SETS = "import torch\ntorch.cuda._initialized = True\n"  # as C++ of an extension does that calls lazyInitCUDA
 BY_DRIVER = "import shadow\nshadow.cu_init()\n"  # as cupy, numba.cuda or NVSHMEM do, without torch
+THREADS = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 USER = "try:\n    import transformer_engine\n    HAS_TE = True\nexcept Exception:\n    HAS_TE = False\n"
 SCRIPT = """
 import sys
@@ -138,3 +139,11 @@ def test_a_package_that_initialises_cuda_is_withheld_at_once(package, words, poo
     assert said == "WORKER True False 0\n", notes
     assert words in notes[-1] and "workers will import" in notes[-1] and "transformer_engine" in notes[-1]
     assert len(notes) == (2 if package is BY_DRIVER else 1), "one new start, however many modules import the package"
+
+
+@pytest.mark.long
+def test_modules_that_start_threads_are_withheld(pool):
+    notes, said = pool(THREADS)
+    assert said == "WORKER True False 0\n" and len(notes) == len(USERS), notes
+    for module, note in zip(USERS, notes, strict=True):
+        assert note.startswith(f"warm pool: importing {module} starts 1 thread(s); workers will import {module} them")

@@ -20,7 +20,7 @@ from ft.job.agent.console import Console, last_lines, last_words
 from ft.job.agent.options import Cluster, RunOptions, Script, resolve
 from ft.job.agent.start import first_ranks
 from ft.job.agent.warm import search_path
-from ft.job.agent.workforce import Watch, silent
+from ft.job.agent.workforce import is_silent
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.net.streams import network_of
@@ -271,21 +271,10 @@ def test_broken_node_lists_are_refused(nodelist):
         slurm.hosts(nodelist)
 
 
-def test_who_is_silent_and_why():
+def test_who_is_silent():
     timeouts = Timeouts(stopped_s=0.25, silent_s=30.0)
-    watches = {
-        "fresh": Watch(9.9, "S"),
-        "stopped a moment ago": Watch(9.8, "T"),
-        "stopped": Watch(9.7, "T"),
-        "collecting garbage": Watch(-10.0, "R"),
-        "hung": Watch(-20.1, "R"),
-        "in the kernel": Watch(-21.0, "D"),
-    }
-    found = silent(10.0, watches, timeouts)
-    assert [s.worker for s in found] == ["stopped", "hung", "in the kernel"]
-    assert "stopped" in found[0].reason and "limit 30 s" in found[1].reason
-    assert found[2].state == "D" and found[2].silent_s == pytest.approx(31.0)
-    assert silent(10.0, {}, timeouts) == []
+    loud, quiet = ((0.1, "S"), (0.2, "T"), (20.0, "R")), ((0.3, "T"), (30.1, "R"), (31.0, "D"))
+    assert [is_silent(*one, timeouts) for one in (*loud, *quiet)] == [False] * 3 + [True] * 3
 
 
 OPTIONS = RunOptions(

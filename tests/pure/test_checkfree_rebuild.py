@@ -195,11 +195,6 @@ def test_a_neighbour_that_is_not_finite_asks_for_the_next_source():
     assert rebuild(stage(8.0), after, 1.0, 1.0, "copy").blocks, "the other neighbour is not read"
 
 
-def test_an_unknown_strategy_is_refused():
-    with pytest.raises(UserError, match="weighted, uniform, copy"):
-        rebuild(stage(8.0), stage(8.0), 1.0, 1.0, "median")
-
-
 # --- the learning rate ------------------------------------------------------------------------------------------------
 
 
@@ -222,9 +217,3 @@ def test_repeated_failures_do_not_compound():
     assert groups[0]["lr"] == 3e-4, "the scheduler sets that itself"
     scale(groups, 3e-4, 3e-5, 1.0)
     assert groups == [{"lr": 3e-4, "max_lr": 3e-4, "min_lr": 3e-5}]
-
-
-@pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"factor": math.nan}, {"factor": 1e9}, {"decay_steps": -1}])
-def test_a_boost_that_makes_no_sense_is_refused(wrong):
-    with pytest.raises(UserError):
-        Boost(**wrong)

@@ -225,15 +225,15 @@ def test_no_token(tmp_path):
 def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_has_lost_it_is_fenced(tmp_path):
     began = time.monotonic() - 60.0
     sidecars = (Sidecar(Supervisor(), tmp_path, "tcp://127.0.0.1:1", {}) for _ in range(2))
-    early, late = (ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS) for sidecar in sidecars)
-    assert early.look(began, began)[0] == late.look(began, began)[0] == WAIT
+    early, late = (ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS, None, None, None) for sidecar in sidecars)
+    assert early.decide(began, began)[0] == late.decide(began, began)[0] == WAIT
     deadline = time.monotonic() + 120
-    while late.look(began + 60.0, began + 30.0)[0] != FENCE:  # once it has looked for a lease, and there is none
-        assert early.look(began + 60.0, began)[0] == WAIT
+    while late.decide(began + 60.0, began + 30.0)[0] != FENCE:  # once it has looked for a lease, and there is none
+        assert early.decide(began + 60.0, began)[0] == WAIT
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.3)
-    assert early.look(began + 60.0, began)[0] == WAIT
+    assert early.decide(began + 60.0, began)[0] == WAIT
     early.close()
     late.close()
 

@@ -15,7 +15,9 @@ from ft.systems.schedule.kinds import Pipeline
 
 
 def test_what_uses_a_tensor_is_executed_before_it_changes():
-    waiting = Waiting((Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0)))
+    waiting = Waiting()
+    for entry in (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0)):
+        waiting.put(entry)
     assert [waiting.take(op).key for op in ("a", "c")] == ["a", "c"] and [one.key for one in waiting] == ["b"]
     assert waiting.held == 100.0
 

@@ -31,7 +31,6 @@ from ft.faults.table import (
 )
 from ft.faults.worker import ACTS, IN_TRAINING, Frames, Reports
 from ft.job import messages as m
-from ft.job.control.state import RUNNING
 from ft.systems.hot_swap.faults import _ACTS as SESSION_ACTS
 from ft.worker.session import surroundings
 from megatron.ft_trainer.arguments import parse as parse_flags
@@ -190,20 +189,6 @@ def test_settings_that_differ_end_the_run_before_training_and_are_named():
         assert words in stop.message
     (detected,) = world.events("fault_detected")
     assert (detected["category"], detected["signal"], detected["rank"]) == ("user error", "drift", 1)
-
-
-def test_a_standby_that_differs_from_the_running_workers_gets_no_seat():
-    world = World(standbys=0).join()
-    orders = []
-    for rank in range(4):
-        name = world.start_worker("n0", rank)
-        assert settings(world, name) == []
-        orders += world.ready(name)
-    world.begin(orders)
-    newcomer = world.start_worker("n0")
-    assert only(settings(world, newcomer, torch="2.14"), m.Kill).worker == newcomer
-    assert world.ready(newcomer) == [] and world.exit(newcomer) == []
-    assert world.state.phase == RUNNING and not world.state.standbys()
 
 
 def test_settings_are_what_changes_the_result_and_not_what_a_node_calls_its_own():

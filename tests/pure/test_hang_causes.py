@@ -49,8 +49,30 @@ def causes(*ranks, groups=GROUPS):
     return [(cause.rank, cause.kind) for cause in found.causes], found
 
 
-def test_nobody_waits_and_nobody_is_at_fault():
-    assert causes(rank(0), rank(1), rank(2))[0] == []
+FOUR, FIVE = (op("all", sizes=(f"float32[{size}]",)) for size in (4, 5))
+UNEVEN = [op("all", name="all_to_all", sizes=(f"float32[{size}]",)) for size in (3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param((rank(0), rank(1), rank(2)), [], id="nobody waits"),
+        pytest.param((rank(0, op("tp")), rank(1, process=STOPPED, answers=False)), [(1, "stopped")], id="stopped"),
+        pytest.param((rank(0, op("tp")), rank(1, process=DEAD, answers=False)), [(1, "dead")], id="dead"),
+        pytest.param((rank(0, op("tp")),), [(1, "dead")], id="nothing is known of it"),
+        pytest.param((rank(0, op("tp")), rank(1, answers=False)), [(1, "busy")], id="it runs without answering"),
+        pytest.param((rank(0, op("tp")), rank(1, ended=True)), [(1, "missing-call")], id="it has left the loop"),
+        pytest.param(
+            (rank(0, op("all")), rank(1, op("all")), rank(2, op("all", name="broadcast"))),
+            [(2, "mismatch")],
+            id="the odd one out of three is in another operation",
+        ),
+        pytest.param((rank(0, FOUR), rank(1, FIVE), rank(2, FOUR)), [(1, "mismatch")], id="it has other sizes"),
+        pytest.param([rank(n, part) for n, part in enumerate(UNEVEN)], [(0, "slow-link")], id="uneven all-to-all"),
+    ],
+)
+def test_who_is_at_fault(ranks, expected):
+    assert causes(*ranks)[0] == expected
 
 
 def test_who_has_not_started_a_collective_is_waited_for():
@@ -99,15 +121,6 @@ def test_the_one_at_the_end_of_a_chain_is_at_fault_and_all_others_are_delayed():
     assert whole.causes[0].delayed == (0, 1)
 
 
-@pytest.mark.parametrize(("state", "kind"), [(STOPPED, "stopped"), (DEAD, "dead")])
-def test_a_process_that_is_stopped_or_dead_is_at_fault_whatever_it_has_started(state, kind):
-    assert causes(rank(0, op("tp")), rank(1, process=state, answers=False))[0] == [(1, kind)]
-
-
-def test_a_rank_of_which_nothing_is_known_counts_as_dead():
-    assert causes(rank(0, op("tp")))[0] == [(1, "dead")]
-
-
 def test_a_node_of_which_all_processes_are_dead_is_one_cause():
     lost = [Rank(number, f"n1.w{number}", "n1", process=DEAD, answers=False) for number in (1, 2)]
     found, whole = causes(rank(0, op("tp"), op("dp")), *lost)
@@ -120,25 +133,6 @@ def test_a_node_of_which_all_processes_are_dead_is_one_cause():
     named = diagnose(look)
     assert named.causes[0].where == "nowhere: node n1 (gpu1) is lost"
     assert "cause 1: dead: ranks 1-2 (n1 (gpu1))" in as_text(look, named)
-
-
-def test_a_process_that_runs_without_answering_is_busy():
-    assert causes(rank(0, op("tp")), rank(1, answers=False))[0] == [(1, "busy")]
-
-
-def test_the_odd_one_out_of_three_is_in_another_operation():
-    other = op("all", name="broadcast")
-    assert causes(rank(0, op("all")), rank(1, op("all")), rank(2, other))[0] == [(2, "mismatch")]
-
-
-def test_the_odd_one_out_of_three_has_other_sizes():
-    normal, odd = op("all", sizes=("float32[4]",)), op("all", sizes=("float32[5]",))
-    assert causes(rank(0, normal), rank(1, odd), rank(2, normal))[0] == [(1, "mismatch")]
-
-
-def test_uneven_all_to_all_is_no_mismatch():
-    parts = [op("all", name="all_to_all", sizes=(f"float32[{n}]",)) for n in (3, 4, 5)]
-    assert causes(*(rank(n, part) for n, part in enumerate(parts)))[0] == [(0, "slow-link")]
 
 
 def test_of_two_that_differ_the_one_that_departs_from_its_program_is_at_fault():
@@ -179,10 +173,6 @@ def test_a_departure_that_all_members_share_is_nobodys_fault():
     departed = Departure(SKIPPED, op("all"), op("all"))
     ranks = [rank(number, op("all"), departure=departed) for number in range(3)]
     assert [kind for _, kind in causes(*ranks)[0]] == ["slow-link"]
-
-
-def test_who_has_left_the_loop_will_not_come():
-    assert causes(rank(0, op("tp")), rank(1, ended=True))[0] == [(1, "missing-call")]
 
 
 def test_everybody_is_there_so_a_connection_is_slow():

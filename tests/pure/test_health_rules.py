@@ -62,10 +62,7 @@ def test_no_row_acts_against_a_device_for_what_others_may_have_done():
 @pytest.mark.parametrize(
     "number, category, action",
     [
-        (13, verdict.SOFTWARE, WATCH),
-        (31, verdict.SOFTWARE, WATCH),
-        (43, verdict.SOFTWARE, WATCH),
-        (45, verdict.SOFTWARE, WATCH),
+        *((number, verdict.SOFTWARE, WATCH) for number in OF_PROGRAMS),
         (46, verdict.DEVICE, DRAIN),
         (48, verdict.DEVICE, EVICT),
         (61, verdict.DEVICE, WATCH),
@@ -93,30 +90,14 @@ def test_no_row_acts_against_a_device_for_what_others_may_have_done():
         (155, verdict.NETWORK, WATCH),
         (158, verdict.DEVICE, DRAIN),
         (175, verdict.DEVICE, DRAIN),
-        (999, verdict.SOFTWARE, WATCH),
     ],
 )
 def test_an_xid_is_judged(number, category, action):
     (found,) = rules(reading(), reading(xid(number)))
-    assert (found.device, found.observation, found.category, found.action) == (
-        "gpu0",
-        f"xid.{number}",
-        category,
-        action,
-    )
+    assert (found.device, found.observation) == ("gpu0", f"xid.{number}")
+    assert (found.category, found.action, found.is_evidence) == (category, action, action != WATCH)
     assert "NVRM: Xid" in found.reason and found.source.startswith("NVIDIA ")
-
-
-@pytest.mark.parametrize("number", OF_PROGRAMS)
-def test_what_a_program_may_have_done_is_only_watched(number):
-    (found,) = rules(reading(), reading(xid(number)))
-    assert (found.category, found.action, found.is_evidence) == (verdict.SOFTWARE, WATCH, False)
-
-
-@pytest.mark.parametrize("number", [46, 64, 79, 95, 119, 140, 158])
-def test_each_row_names_the_number_in_its_source(number):
-    (found,) = rules(reading(), reading(xid(number)))
-    assert found.source == f"NVIDIA Xid catalog (docs.nvidia.com/deploy/xid-errors), Xid {number}"
+    assert number == 999 or found.source.endswith(f", Xid {str(number).partition('.')[0]}")
 
 
 # ------------------------------------------------------------------------------------------- two readings

@@ -202,31 +202,17 @@ def test_scenario_files_in_all_formats(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", ["is not JSON"]),
-        ("3", ["not a list of faults"]),
-        ('{"fault": []}', ["not a list of faults"]),
-        ('{"faults": [], "seed": "x"}', ["seed 'x'"]),
-        ('{"faults": [3]}', ["fault 1", "3"]),
-        ('{"faults": ["kill@step=1", {"kind": "kill"}]}', ["fault 2", "when"]),
-        ('[{"kind": "kill", "step": [1]}]', ["fault 1", "step=[1]"]),
-    ],
-)
-def test_a_wrong_scenario_is_named(text, words, tmp_path):
-    (tmp_path / "s.json").write_text(text)
-    with pytest.raises(UserError) as raised:
-        read_scenario(tmp_path / "s.json")
-    for word in ("s.json", *words):
-        assert word in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("name", "text", "words"),
     [
+        ("s.json", "{", ["is not JSON"]),
+        ("s.json", "3", ["not a list of faults"]),
+        ("s.json", '{"fault": []}', ["not a list of faults"]),
+        ("s.json", '{"faults": [], "seed": "x"}', ["seed 'x'"]),
+        ("s.json", '{"faults": [3]}', ["fault 1", "3"]),
+        ("s.json", '{"faults": ["kill@step=1", {"kind": "kill"}]}', ["fault 2", "when"]),
+        ("s.json", '[{"kind": "kill", "step": [1]}]', ["fault 1", "step=[1]"]),
         ("s.yaml", "faults: [", ["is not YAML", "line 1"]),
         ("s.yml", "just words", ["not a list of faults"]),
-        ("s.yaml", "", ["not a list of faults"]),
         ("s.yaml", "faults: ['kill@step=1', {kind: kil, step: 2}]", ["fault 2", "no fault named 'kil'"]),
         ("s.yaml", "faults: [!!python/object/apply:os.getpid []]", ["is not YAML", "python/object"]),
         ("s.toml", "faults = [", ["is not TOML"]),

@@ -7,22 +7,16 @@ import numpy as np
 import pytest
 
 from ft.base.errors import UserError
-from ft.base.flags import Parser
-from ft.lab.plan.goodput import engine, exact, histories, model, scenario
+from ft.lab.plan.goodput import buy, engine, exact, histories, model, scenario
+from ft.lab.plan.goodput.exact import asked
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
-from ft.lab.plan.spare.trials import run_trials
+from ft.lab.plan.spare.theory import trials
 from ft.protection.table import HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 
 BASE = "--gpus 64 --gpu-mtbf 320h --step-time 1s --save-time 60s --restart-time 600s --repair-time 0 --days 30"
 POINTS = 0.005
-
-
-def asked(words: str) -> scenario.Scenario:
-    parser = Parser(prog="ft")
-    scenario.add_flags(parser)
-    return scenario.read(parser.parse_args(words.split()))
 
 
 def effective(words: str, protection: Protection, standbys: int = 0, interval: float = 1000) -> model.Row:
@@ -47,8 +41,8 @@ def test_the_law_of_repairs_does_not_matter_for_waits(law):
 def test_spares_groups_endure_what_its_controller_says(groups, redundancy):
     words = f"--gpus {8 * groups} --gpu-mtbf 100d --step-time 1s --save-time 0 --restart-time 0 --repair-time 0"
     row = effective(words, Protection((REPLICAS, STACKS), groups, 0, redundancy, returns=False), interval=1)
-    trials = run_trials(Placement(groups, ruler(groups, redundancy)), 2000, 1)
-    assert row.totals["units lost"] / row.totals["losses"] == pytest.approx(trials.failures_mean, rel=0.03)
+    endured = trials(Placement(groups, ruler(groups, redundancy)), 2000, 1)[:, 0].mean()
+    assert row.totals["units lost"] / row.totals["losses"] == pytest.approx(endured, rel=0.03)
 
 
 def test_two_copies_of_a_state_are_lost_only_with_both_of_their_nodes():
@@ -93,6 +87,18 @@ def test_software_failures_need_no_standby():
     assert effective(words, Protection((CHECKPOINTS,))).totals["restarts"] > 0
 
 
+def test_a_rack_that_takes_nodes_of_two_replicas_leaves_the_standby_to_the_one_that_lacks_fewer():
+    """Nodes 3 to 5 fail: two of the first replica's five, and one of the second's."""
+    given = asked(BASE.replace("64", "80"))
+    happen = engine.Events(np.array([10.0, engine.NEVER]), np.array([3, 0]), np.array([3, 0]), np.array([3600.0, 0.0]),
+                           np.zeros(9))  # fmt: skip
+    state = engine.begin(2, 10, 1, 0)
+    engine.play(
+        model.options(given, Protection((REPLICAS,), 2), 100), happen, state, np.array([20.0]), np.zeros((1, 35))
+    )
+    assert state.missing.tolist() == [2, 0] and state.ready.tolist() == [engine.NEVER, 610.0]
+
+
 def test_a_rack_takes_a_state_and_its_copies_unless_they_are_in_another():
     words = BASE.replace("--gpu-mtbf 320h", "--rack-mtbf 10d --nodes-per-rack 4")
     apart = effective(words, Protection((HOT_SWAP,), copies=1), 8)
@@ -106,6 +112,15 @@ def test_the_best_interval_minimises_dalys_exact_formula():
 
     best = model.best_interval(60.0, 1800.0, 1.0)
     assert cost(best) <= min(cost(best - 5), cost(best + 5))
+
+
+@pytest.mark.parametrize(("restart", "best"), [(600, 2940), (1200, 2340)])
+def test_the_best_interval_of_periodic_failures_is_searched(restart, best):
+    """Of the time between two failures and after a restart, one save right before the next failure takes the least."""
+    given = asked(f"--gpus 8 --gpu-mtbf 8h --law periodic --step-time 1s --save-time 60s --restart-time {restart}s "
+                  "--repair-time 0 --failures 2000 --spares 0")  # fmt: skip
+    row = model.final(given, model.best(given, [Protection((CHECKPOINTS,))]))
+    assert row.interval == pytest.approx(best, abs=15) and row.effective == pytest.approx(best / 3600, abs=POINTS)
 
 
 def test_every_combination_is_one_that_the_table_allows_and_the_ladder_answers():
@@ -155,6 +170,7 @@ def test_published_histories_scale_to_a_cluster():
     assert sum(histories.history("llama3").counts.values()) == 419
     between = asked(BASE.replace("--gpu-mtbf 320h", "--history llama3").replace("64", "16384")).mtbf_s
     assert between == pytest.approx(54 * 86400 / 419, rel=0.01)
+    assert "history (Llama 3" in buy.origins(asked(BASE.replace("--gpu-mtbf 320h", "--history llama3")))
     assert {"llama3", "rsc", "b200-504", "ft-hsdp-98k", "ft-hsdp-32k"} == set(histories.names())
 
 
@@ -171,7 +187,7 @@ def test_slurms_accounting_gives_a_rate(tmp_path):
         "JobID|State|ElapsedRaw|NNodes\n1|COMPLETED|3600|8\n2|NODE_FAIL|3600|2\n2.0|FAILED|1|2\n"
     )
     found = asked(BASE.replace("--gpu-mtbf 320h", f"--from-sacct {tmp_path / 's'}"))
-    assert found.mtbf_s == pytest.approx(36000 / 8)
+    assert found.mtbf_s == pytest.approx(36000 / 8) and "1 nodes failed in 10 node hours" in buy.origins(found)
 
 
 def test_a_row_says_what_it_costs():

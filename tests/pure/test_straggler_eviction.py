@@ -15,7 +15,7 @@ from ft.job.control import sidecar
 from ft.job.control.journal import Journal, recall
 from ft.job.control.state import RUNNING
 from ft.job.control.stragglers import PAUSE_STEPS, WINDOW, PaceBook
-from ft.observe.report import ranks
+from ft.observe.report import ranks, status
 from ft.record import metrics
 from ft.show import palette
 from ft.systems.hot_swap import flags
@@ -216,7 +216,7 @@ def test_the_report_tells_what_became_of_a_straggler():
     (first, second) = ranks.slow_rows(history)
     assert first[:2] == ("2", "n0.w2 on n0") and "120.0 ms" in first[3] and first[-1].endswith("after step 90")
     assert second[-1] == "replaced after step 140"
-    (said,) = ranks.sentences({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
+    (said,) = status._stragglers({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
     assert said.startswith("rank 2 (n0.w2): its own work takes 1.20 times")
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ft.lab.plan.goodput.papers import spare_tables  # noqa: E402
-from ft.lab.plan.spare.trials import run_trials  # noqa: E402
+from ft.lab.plan.spare import theory  # noqa: E402
 from ft.systems.spare.controller import Controller  # noqa: E402
 from ft.systems.spare.placement import Placement  # noqa: E402
 from ft.systems.spare.ruler import ruler  # noqa: E402
@@ -68,10 +68,10 @@ def calls(placement: Placement, trials: int, accelerate: bool) -> list[float]:
 def table(rows: list, trials: int) -> dict[str, float]:
     """Measure the seconds of the Monte Carlo for these rows, after rulers are computed and code is compiled."""
     placements = [Placement(groups, ruler(groups, redundancy)) for groups, redundancy, *_ in rows]
-    run_trials(placements[0], 1, SEED)
+    theory.trials(placements[0], 1, SEED)
     wall, core = time.perf_counter(), time.process_time()
     for placement in placements:
-        run_trials(placement, trials, SEED)
+        theory.trials(placement, trials, SEED)
     wall, core = time.perf_counter() - wall, time.process_time() - core
     return {"table_s": round(wall, 2), "table_cpu_s": round(core, 2)}
 

@@ -20,7 +20,7 @@ GROUPS = "every_operation or oldest or twice_in_a_row or beside_nccl or refused"
 END_TO_END = "tests/end_to_end"
 TRIALS = {
     "groups": ["tests/processes/test_groups.py", "-k", GROUPS],
-    "hot-swap": [f"{END_TO_END}/test_hot_swap_faults.py", "-k", "a_hung_worker_is_killed_and_replaced"],
+    "hot-swap": [f"{END_TO_END}/test_hot_swap_faults.py", "-k", "recovered_without_a_restart and hung"],
     "FT-HSDP": [f"{END_TO_END}/test_hsdp_run.py", "-k", "a_worker_killed_anywhere"],
     "SPARe": [f"{END_TO_END}/test_spare_run.py", "-k", "lost_groups_cost_no_sample"],
     "DMR": [f"{END_TO_END}/test_dmr_injection.py", "-k", "one_flip_makes_all_ranks"],

@@ -19,7 +19,7 @@ from ft.faults.verdict import USER_CODE
 from ft.job.agent import first_contact
 from ft.job.agent.announcements import cause_of_crash
 from ft.job.agent.console import last_words
-from ft.job.agent.control_plane import ControlPlaneUpkeep, Fenced, JournalBroken
+from ft.job.agent.control_plane import Fenced, JournalBroken
 from ft.job.agent.pool import PoolBroken, PoolUpkeep
 from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
 from ft.job.agent.workforce import Worker
@@ -32,7 +32,7 @@ from ft.job.messages import (
     GivenUp,
     Kill,
     Look,
-    Master,
+    MasterChosen,
     NodeRefused,
     Notice,
     Observed,
@@ -81,7 +81,6 @@ class Begin:
 
     Attributes:
         number: number of the warm restart, 0 for the first start.
-        ranks: logical ranks of the workers to start.
         join: whether the agent first registers with the control plane again.
         anew: whether the agent also starts a new control plane without a journal, and registers with it.
     """
@@ -107,9 +106,8 @@ class Agent:
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
         self._pool = PoolUpkeep(parts.supervisor, parts.pool, parts.workforce, parts.console, self._on_exit)
-        self._control = ControlPlaneUpkeep(
-            parts.control_supervisor, parts.uplink, parts.console, parts.recoveries, self._obey
-        )
+        self._control = parts.control_supervisor
+        self._control.obey = self._obey
         self._first_ranks = [] if parts.membership.is_late else ranks
         self._number = self._life = life
         self._begin: Begin | None = Begin(life, self._first_ranks)
@@ -276,7 +274,7 @@ class Agent:
                 self._end(128 + signal.SIGINT if self._signum == signal.SIGINT else what.code, _FINISH_S)
             case Stop():
                 self._stop(what)
-            case Master():
+            case MasterChosen():
                 self._masters.learn(what)
             case Reach():
                 first_contact.reach(what, self._node, self._uplink.post)

@@ -28,7 +28,6 @@ class RecoveryNews:
 
     Args:
         path: the run's event log (``events.jsonl``); None if another node prints the summaries.
-        tell: function that prints a text.
     """
 
     def __init__(self, path: Path | None, tell: Callable[[str], None]):
@@ -104,11 +103,7 @@ class RecoveryNews:
 
 
 class _Summary(threading.Thread):
-    """Writes the summary of the last recovery of a history.
-
-    Attributes:
-        text: the summary, once the thread has ended.
-    """
+    """Writes the summary of the last recovery of a history."""
 
     def __init__(self, history: list[events.Event], run: Path):
         super().__init__(name="ft-summary", daemon=True)
@@ -125,7 +120,6 @@ def cause_of_crash(run_dir: Path, told: Collection[str]) -> str:
     """Return the first cause of the crash that has ended the run, "" if the terminal says everything already.
 
     Args:
-        run_dir: the run's directory, with the events, the journal and the logs.
         told: names of the workers whose last words are at the terminal.
     """
     from ft.faults import first_cause as causes
@@ -147,12 +141,7 @@ _LEAST = 1 << 16
 
 
 class Room:
-    """Monitors the free space on the disk of ``folder``.
-
-    Args:
-        folder: the run's directory.
-        tell: function that prints a text.
-    """
+    """Monitors the free space on the disk of ``folder``."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]):
         self._folder, self._tell = folder, tell

@@ -183,137 +183,6 @@ _PREPARE_S = 20.0
 """Seconds after the agent's start at which it starts a standby process for the control plane, ready to take over."""
 
 
-class ControlPlaneSupervisor:
-    """Claims terms in the leader election, and runs the control plane's process on this node during these terms.
-
-    Args:
-        run_dir: the run's directory.
-        node_rank: number of this agent's node; lower numbers claim a free term earlier.
-        sidecar: the control plane's process, not started yet.
-        timeouts: limits in seconds.
-    """
-
-    def __init__(self, run_dir: Path, node_rank: int, sidecar: Sidecar, timeouts: Timeouts):
-        self._run_dir, self._node_rank, self._timeouts = run_dir, node_rank, timeouts
-        self._lease: LeaseKeeper | None = None
-        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
-        self._life, self._since = 0, time.monotonic()
-        self._record: LeaseRecord | None = None
-        self._began_at: float | None = None
-        self._standstill, self._idle_starts = Standstill(), 0
-        self.sidecar = sidecar
-
-    @property
-    def hosts(self) -> bool:
-        """Return whether the control plane runs on this agent's node."""
-        return self.sidecar.pid >= 0
-
-    @property
-    def events(self) -> Path:
-        """Return the path of the run's event log, which the control plane writes."""
-        return self._run_dir / "events.jsonl"
-
-    def start(self, life: int, node: str) -> bool:
-        """Claim the next term and start the control plane for it. Return False if another agent has claimed it first.
-
-        Args:
-            life: number of the warm restart at which the run's present journal began, 0 for the first.
-            node: name of this agent.
-
-        Raises:
-            OSError: the run's directory cannot be written, or no process can be created; the same call can be made
-                again.
-        """
-        term = election.newest(self._run_dir) + 1
-        if not election.claim(self._run_dir, term, node):
-            return False
-        self.sidecar.kill()
-        launcher = processes.identity(os.getpid())
-        record = LeaseRecord(term, life, "", node, os.getpid(), launcher=launcher)
-        if self._lease is not None:
-            self._lease.hold(record)
-        else:
-            election.renew(self._run_dir, record)
-        if life != self._life:
-            self._deaths.clear()
-        self._life, self._record, self._standstill = life, record, Standstill()
-        try:
-            self.sidecar.start(term, node, life)
-        except OSError:
-            if self._lease is not None:
-                self._lease.drop()
-            raise
-        return True
-
-    def ended(self, code: int) -> bool:
-        """Record the exit of the control plane's process. Return False if another control plane has replaced it."""
-        if self._lease is not None:
-            self._lease.drop()
-        if code != SUCCEEDED:
-            self._deaths.append(time.monotonic())
-        return code != SUCCEEDED
-
-    def dies_again_and_again(self) -> bool:
-        """Return whether the control plane has died so often that its journal may be the cause."""
-        return len(self._deaths) > _MOST_DEATHS and time.monotonic() - self._deaths[0] < _WINDOW_S
-
-    def look(self, now: float, contact_at: float, paused_s: float = 0.0) -> tuple[str, str]:
-        """Return the (action, reason) of ``succession.decide``: whether this agent waits, takes over or fences its
-        workers.
-
-        The lease is watched only while the control plane does not answer this agent.
-
-        Args:
-            now: monotonic time, in seconds.
-            contact_at: monotonic time at which the control plane last answered; before its first answer, the time at
-                which this agent started to connect.
-            paused_s: seconds since then for which this agent was paused itself; they do not count.
-        """
-        self._began_at = contact_at if self._began_at is None else self._began_at
-        silent_s = now - contact_at - paused_s
-        if silent_s < self._timeouts.quorum_s:
-            self._end_watch()
-            self._idle_starts = 0
-            if now - self._since > _PREPARE_S:
-                self.sidecar.prepare()
-            return succession.WAIT, ""
-        if self._lease is None:
-            # imports take longer than a lease lasts: until the control plane serves, its lease is renewed for it
-            mine = self._record if self.hosts else None
-            self._lease = LeaseKeeper(self._run_dir, self._timeouts.lease_beat_s, mine)
-            self._lease.start()
-        # the silence may only be a pause of this event loop: read the lease before deciding
-        if not self._lease.has_looked:
-            return succession.WAIT, ""
-        view = succession.View(
-            silent_s=silent_s,
-            lease_s=self._lease.age(now) if self._lease.seen is not None else None,
-            serving_s=self._lease.serving(now),
-            turn=0 if self.hosts else self._node_rank + 1,
-            taken_in=contact_at != self._began_at,
-            idle_s=self._idle(now),
-            idle_starts=self._idle_starts,
-        )
-        found = succession.decide(view, self._timeouts)
-        self._idle_starts += found[0] == succession.RENEW
-        return found
-
-    def _idle(self, now: float) -> float:
-        """Return the seconds for which the control plane that is starting on this node has made no progress."""
-        if not self.hosts or self._lease is None or not self._lease.holds:
-            return 0.0
-        return self._standstill.look(now, self.sidecar.pid)
-
-    def close(self) -> None:
-        self._end_watch()
-        self.sidecar.end()
-
-    def _end_watch(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
-
-
 _WATCH_S = 0.1
 """Longest time between two looks at the control plane that the agent intends, in seconds."""
 _RETRY_S = 1.0
@@ -336,51 +205,81 @@ class JournalBroken:
     reason: str
 
 
-class ControlPlaneUpkeep:
-    """Starts the control plane when it belongs on this node, and watches whether it answers.
+class ControlPlaneSupervisor:
+    """Claims terms in the leader election, runs the control plane on this node during them, and sees that it answers.
 
     Args:
-        control_supervisor: runs the control plane's process.
-        uplink: connection to the control plane.
-        console: terminal output.
+        sidecar: the control plane's process, not started yet.
         recoveries: prints the summaries of recoveries, on a node that takes the control plane over too.
+
+    Attributes:
         obey: called with the events ``Refused``, ``Fenced`` and ``JournalBroken``.
     """
 
     def __init__(
         self,
-        control_supervisor: ControlPlaneSupervisor,
+        run_dir: Path,
+        node_rank: int,
+        sidecar: Sidecar,
+        timeouts: Timeouts,
         uplink: Uplink,
         console: Console,
         recoveries: RecoveryNews,
-        obey: Callable[[Any], None],
     ):
-        self._control_supervisor, self._uplink = control_supervisor, uplink
-        self._console, self._recoveries, self._obey = console, recoveries, obey
-        self._life, self._node = 0, ""
+        self._run_dir, self._node_rank, self._timeouts = run_dir, node_rank, timeouts
+        self._uplink, self._console, self._recoveries = uplink, console, recoveries
+        self._lease: LeaseKeeper | None = None
+        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
+        self._life = self._life_of_deaths = 0
+        self._node, self._since = "", time.monotonic()
+        self._record: LeaseRecord | None = None
+        self._began_at: float | None = None
+        self._standstill, self._idle_starts = Standstill(), 0
         self._is_over = self._is_held_up = False
         self._retry_at = 0.0
         self._pauses = OwnPauses(_WATCH_S)
-        control_supervisor.sidecar.on_exit = self._ended
+        self._sidecar = sidecar
+        sidecar.on_exit = self._ended
+        self.obey: Callable[[Any], None] = lambda event: None
 
     @property
     def is_here(self) -> bool:
-        """Return whether the control plane runs on this node."""
-        return self._control_supervisor.hosts
+        """Return whether the control plane runs on this agent's node."""
+        return self._sidecar.pid >= 0
 
     def settle(self, life: int, node: str) -> None:
         """Record the number of the run's present life, and the agent's present name."""
         self._life, self._node = life, node
 
     def start(self) -> bool:
-        """Start the control plane here. Return False if another agent was faster.
+        """Claim the next term and start the control plane for it. Return False if another agent has claimed it first.
 
         Raises:
-            OSError: the run's directory cannot be written, or no process can be created.
+            OSError: the run's directory cannot be written, or no process can be created; the same call can be made
+                again.
         """
-        return self._control_supervisor.start(self._life, self._node)
+        life, node, term = self._life, self._node, election.newest(self._run_dir) + 1
+        if not election.claim(self._run_dir, term, node):
+            return False
+        self._sidecar.kill()
+        launcher = processes.identity(os.getpid())
+        record = LeaseRecord(term, life, "", node, os.getpid(), launcher=launcher)
+        if self._lease is not None:
+            self._lease.hold(record)
+        else:
+            election.renew(self._run_dir, record)
+        if life != self._life_of_deaths:
+            self._deaths.clear()
+        self._life_of_deaths, self._record, self._standstill = life, record, Standstill()
+        try:
+            self._sidecar.start(term, node, life)
+        except OSError:
+            if self._lease is not None:
+                self._lease.drop()
+            raise
+        return True
 
-    def try_start(self) -> bool:
+    def _try_start(self) -> bool:
         """Start the control plane here if that is possible now; return whether it was started.
 
         A full disk is said once; the workers train on, and ``look`` tries again.
@@ -403,34 +302,96 @@ class ControlPlaneUpkeep:
         self._pauses.look(now)
         self._uplink.check_contact(now, self._pauses)
         contact_at = self._uplink.contact_at
-        what, why = self._control_supervisor.look(now, contact_at, self._pauses.since(contact_at))
+        what, why = self.decide(now, contact_at, self._pauses.since(contact_at))
         if what == succession.RENEW:
-            self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")
-            self.try_start()
-        elif what == succession.CLAIM and self.try_start():
+            self._console.complain(f"{why} ({processes.describe(self._sidecar.pid)}): it is killed")
+            self._try_start()
+        elif what == succession.CLAIM and self._try_start():
             self._console.say(f"{why}; {self._node} ({socket.gethostname()}) takes over, training goes on")
-            self._recoveries.adopt(self._control_supervisor.events)
+            self._recoveries.adopt(self._run_dir / "events.jsonl")
         elif what == succession.FENCE:
-            self._obey(Fenced(why))
+            self.obey(Fenced(why))
         elif what == succession.GIVE_UP:
-            self._obey(Refused(why))
+            self.obey(Refused(why))
 
     def finish(self) -> None:
         """Start no other control plane from now on."""
         self._is_over = True
 
+    def decide(self, now: float, contact_at: float, paused_s: float = 0.0) -> tuple[str, str]:
+        """Return the (action, reason) of ``succession.decide``: whether this agent waits, takes over or fences its
+        workers.
+
+        The lease is watched only while the control plane does not answer this agent.
+
+        Args:
+            now: monotonic time, in seconds.
+            contact_at: monotonic time at which the control plane last answered; before its first answer, the time at
+                which this agent started to connect.
+            paused_s: seconds since then for which this agent was paused itself; they do not count.
+        """
+        self._began_at = contact_at if self._began_at is None else self._began_at
+        silent_s = now - contact_at - paused_s
+        if silent_s < self._timeouts.quorum_s:
+            self._end_watch()
+            self._idle_starts = 0
+            if now - self._since > _PREPARE_S:
+                self._sidecar.prepare()
+            return succession.WAIT, ""
+        if self._lease is None:
+            # imports take longer than a lease lasts: until the control plane serves, its lease is renewed for it
+            mine = self._record if self.is_here else None
+            self._lease = LeaseKeeper(self._run_dir, self._timeouts.lease_beat_s, mine)
+            self._lease.start()
+        # the silence may only be a pause of this event loop: read the lease before deciding
+        if not self._lease.has_looked:
+            return succession.WAIT, ""
+        view = succession.View(
+            silent_s=silent_s,
+            lease_s=self._lease.age(now) if self._lease.seen is not None else None,
+            serving_s=self._lease.serving(now),
+            turn=0 if self.is_here else self._node_rank + 1,
+            taken_in=contact_at != self._began_at,
+            idle_s=self._idle(now),
+            idle_starts=self._idle_starts,
+        )
+        found = succession.decide(view, self._timeouts)
+        self._idle_starts += found[0] == succession.RENEW
+        return found
+
+    def _idle(self, now: float) -> float:
+        """Return the seconds for which the control plane that is starting on this node has made no progress."""
+        if not self.is_here or self._lease is None or not self._lease.holds:
+            return 0.0
+        return self._standstill.look(now, self._sidecar.pid)
+
     def close(self) -> None:
         """Wait for the control plane's process to end, if it runs here."""
-        self._control_supervisor.close()
+        self._end_watch()
+        self._sidecar.end()
+
+    def _end_watch(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
     def _ended(self, code: int) -> None:
-        if not self._control_supervisor.ended(code) or self._is_over:
+        if self._lease is not None:
+            self._lease.drop()
+        if code == SUCCEEDED:  # another control plane has replaced it
+            return
+        self._deaths.append(time.monotonic())
+        if self._is_over:
             return
         how = f"the control plane {processes.how_it_ended(code)}"
-        lines = [f"    {line}" for line in last_lines(self._control_supervisor.sidecar.log)]
+        lines = [f"    {line}" for line in last_lines(self._sidecar.log)]
         if code == UserError.exit_code:
-            self._obey(Refused("\n".join([how, *lines])))
-        elif self._control_supervisor.dies_again_and_again():
-            self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
-        elif self.try_start():
+            self.obey(Refused("\n".join([how, *lines])))
+        elif self._dies_again_and_again():
+            self.obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
+        elif self._try_start():
             self._console.say(f"{how}; another one takes over from its journal, training goes on")
+
+    def _dies_again_and_again(self) -> bool:
+        """Return whether the control plane has died so often that its journal may be the cause."""
+        return len(self._deaths) > _MOST_DEATHS and time.monotonic() - self._deaths[0] < _WINDOW_S

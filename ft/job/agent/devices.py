@@ -101,8 +101,6 @@ class Devices:
             to share them, or to do without, and devices are not counted.
         wake: function that wakes the agent's event loop, called from other threads.
         free_s: seconds that the memory of a device has to come free.
-        environment: environment variables of the workers.
-        left_out: devices that computed wrongly in earlier runs.
 
     Attributes:
         count: number of devices; 0 until they are known, and if they are not counted.

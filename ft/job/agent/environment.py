@@ -8,7 +8,7 @@ from ft.base.flags import groups
 from ft.job.agent.options import RunOptions
 from ft.job.agent.uplink import Uplink
 from ft.job.control.timeouts import VARIABLE
-from ft.job.messages import Master, MasterChosen
+from ft.job.messages import MasterChosen
 from ft.platform import network
 
 
@@ -17,8 +17,6 @@ class NodeContext:
     """This node in the run: its options, and what the agent has found out.
 
     Attributes:
-        options: the options of the run on this node.
-        node: the agent's name.
         host: address at which other nodes reach this node.
         socket: address of the agent's socket (FT_AGENT).
         faults: file with the planned faults, "" if there are none.
@@ -37,12 +35,8 @@ def worker_environment(
     """Return the variables that are set for one worker in addition to the user's environment.
 
     Args:
-        place: values that the workers of this node have in common.
-        worker: name of the worker.
-        restart: number of warm restarts of the run so far.
         rank: logical rank, None for a standby. A standby gets its rank when it replaces a worker; until then its RANK
             is the last rank, so that the script's range checks hold and the standby does not act as rank 0.
-        local_rank: index of the worker's device on this node.
         master: (host, port) for a process group that the script creates itself.
     """
     options = place.options
@@ -130,5 +124,5 @@ class Masters:
         """Return (host, port) for standbys, which do not use the address: port 0 if it is not known."""
         return self._known.get(number, (self._place.host, 0))
 
-    def learn(self, answer: Master) -> None:
+    def learn(self, answer: MasterChosen) -> None:
         self._known[answer.number] = (answer.host, answer.port)

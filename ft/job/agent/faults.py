@@ -19,9 +19,6 @@ class AgentFaults:
     """Passes the run's progress to ``ft.faults.agent.AgentInjector``, loaded only if a fault is planned for an agent.
 
     Args:
-        faults: planned faults of the whole run.
-        node: name of this agent.
-        run_dir: the run's directory.
         record: function that sends a report to the control plane and returns once the report was sent.
 
     Raises:

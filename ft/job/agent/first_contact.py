@@ -31,7 +31,6 @@ def find_token(run_dir: Path, endpoint: str, node_rank: int, patience_s: float) 
     Args:
         run_dir: the run's directory as this node sees it.
         endpoint: "tcp://HOST:PORT" of the control plane; "": unknown.
-        node_rank: number of this node.
         patience_s: longest wait in seconds, if nothing proves before that no token will come.
 
     Raises:

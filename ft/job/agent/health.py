@@ -63,8 +63,6 @@ class HealthWatch:
         mode: "off", "watch" or "drain".
         reader: function that makes the reader, called in the thread.
         devices: the devices (GPUs) of the node.
-        post: function that sends a report to the control plane.
-        complain: function that prints a text at the terminal.
         period_s: seconds between two readings.
         news_s: seconds between two looks at the events alone.
     """

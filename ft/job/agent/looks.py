@@ -35,7 +35,6 @@ class _Open:
     """A look whose answers are being collected.
 
     Attributes:
-        order: the order.
         wall: when it arrived, in seconds since 1970.
         until: monotonic time after which nobody is waited for.
         silent: worker -> what the operating system said of it when the order arrived.
@@ -52,13 +51,7 @@ class _Open:
 
 
 class Looks:
-    """The looks of one node. Call ``poll`` again and again.
-
-    Args:
-        folder: folder of the run.
-        node: name of this node's agent.
-        post: function that sends a report to the control plane.
-    """
+    """The looks of one node. Call ``poll`` again and again."""
 
     def __init__(self, folder: Path, node: str, post: Callable[[LookTaken], None] = lambda report: None):
         self._folder, self._node, self._post = folder, node, post

@@ -180,10 +180,8 @@ def _relay(agent: int, folder: Path, listener: socket.socket, answer: socket.soc
     """Be the node's relay until the agent ends, and then exit as the agent did.
 
     Args:
-        agent: pid of the agent.
         folder: folder of the relay's socket, which is removed at the end.
         listener: socket on which workers connect.
-        answer: socket to the agent, for this node's position.
     """
     processes.set_name("ft-mpi")
     for signum in END_SIGNALS:

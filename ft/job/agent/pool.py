@@ -32,9 +32,6 @@ class WarmPool:
     """Requests workers from the warm pool asynchronously: ``fork`` sends a request, ``take`` returns started workers.
 
     Args:
-        supervisor: supervisor of the agent's child processes.
-        script: the script that workers will run.
-        log: file for the output of the pool itself.
         stuck_s: seconds without progress, while requests are open, after which the pool counts as stuck.
 
     Attributes:
@@ -169,10 +166,7 @@ class PoolUpkeep:
     """Starts the warm pool, restarts it when it dies, kills it when it is stuck, and processes its messages.
 
     Args:
-        supervisor: the agent's event loop.
         pool: the warm pool, not started yet.
-        workforce: the workers of this node.
-        console: terminal output.
         on_exit: called with (pid, exit code) of each worker that had ended before the pool reported its start.
     """
 

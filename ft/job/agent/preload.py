@@ -5,8 +5,9 @@ and megatron take seconds; a forked worker need not repeat them. But the imports
 initialise CUDA: a process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some packages ask
 for properties of the GPU when they are imported, which initialises CUDA: Transformer Engine for its compute capability
 as soon as flash-attn is installed, megatron-core from 0.20 on for its shared memory (``ssm/ops/gdp/common.py``). In the
-pool a forked process asks the driver for them and ends. A package that initialises CUDA all the same is withheld: the
-pool starts again without it, and imports no module that imports it, so that workers import these themselves.
+pool a forked process asks the driver for them and ends. A package that initialises CUDA all the same, or a module that
+starts threads, is withheld: the pool starts again without it, and imports no module that imports it, so that workers
+import these themselves.
 """
 
 import ast
@@ -42,19 +43,17 @@ class UnfitForForking(BaseException):
 
     It is no Exception, because packages catch those where they import others that may be missing.
 
-    Args:
-        module: name of the module that was imported.
-        what: effect of the import, as a verb phrase for the message.
+    Attributes:
         roots: packages of which one has caused it; empty: unknown.
     """
 
     def __init__(self, module: str, what: str, roots: AbstractSet[str] = frozenset()) -> None:
-        self.module, self.what, self.roots = module, what, set(roots)
+        self.module, self.roots = module, set(roots)
         super().__init__(f"importing {module} {what}")
 
 
 class Withheld(BaseException):
-    """A package was imported that must not be imported in the warm pool. It is no Exception, for the same reason."""
+    """A module was imported that must not be imported in the warm pool. It is no Exception, for the same reason."""
 
 
 def packages() -> set[str]:
@@ -217,17 +216,10 @@ def _asking_package() -> str:
 
 
 class Withholding(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the import of packages fail, in a context. Such a package is found, but importing it raises Withheld.
+    """Makes the import of modules and of all below them fail, in a context: they are found, and then raise Withheld."""
 
-    Args:
-        roots: names of the packages.
-
-    Attributes:
-        refused: number of imports that have failed.
-    """
-
-    def __init__(self, roots: AbstractSet[str]):
-        self._roots, self.refused = roots, 0
+    def __init__(self, names: AbstractSet[str]):
+        self._names, self.refused = names, 0
 
     def __enter__(self) -> "Withholding":
         sys.meta_path.insert(0, self)
@@ -237,7 +229,7 @@ class Withholding(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in self._roots:
+        if not any(f"{name}.".startswith(f"{one}.") for one in self._names):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -261,7 +253,7 @@ def drop_orphans(before: set[str]) -> None:
             sys.modules.pop(name, None)
 
 
-NOTHING = "none"
+_NOTHING = "none"
 _TORCH = ("torch", "torch.distributed")
 _LOOP = (
     "torch._dynamo",  # every optimizer step imports it
@@ -309,7 +301,7 @@ def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
         is_module: whether the script is run like ``python -m``.
         preload: further modules to import; ["none"]: import nothing.
     """
-    if preload == [NOTHING]:
+    if preload == [_NOTHING]:
         return []
     with contextlib.suppress(Exception):  # if the script cannot be read or parsed, the worker that runs it reports that
         wanted = [*_read_imports(script, is_module), *preload]
@@ -317,28 +309,26 @@ def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
     return [*_TORCH, *preload]
 
 
-def load(names: list[str], skip: set[str], withheld: AbstractSet[str] = frozenset(), probes: bool = False) -> str:
-    """Import ``names`` except those in ``skip``, and except modules that import a package in ``withheld``.
+def load(names: list[str], withheld: AbstractSet[str] = frozenset(), probes: bool = False) -> str:
+    """Import ``names``, except what is in ``withheld`` and what imports that.
 
     If a module cannot be imported, the worker that imports it reports the error.
 
     Args:
-        names: modules to import, in order.
-        skip: modules that are not imported.
-        withheld: packages that are not imported, whoever imports them.
+        withheld: names of modules and packages that are not imported, whoever imports them.
         probes: whether to try after every import that a forked process can initialise CUDA.
 
     Returns:
         why forked processes cannot initialise CUDA even if nothing but torch is imported, or "".
 
     Raises:
-        UnfitForForking: an import makes forking impossible. The packages that it names have to be withheld in a new
-            process or, if it names none, the module has to be in ``skip``.
+        UnfitForForking: an import makes forking impossible. The packages that it names or, if it names none, its module
+            have to be withheld in a new process.
     """
     with warnings.catch_warnings(), Withholding(withheld) as withholding, contextlib.ExitStack() as rest:
         warnings.simplefilter("ignore")
         broken = ""
-        for name in _without(names, skip):
+        for name in names:
             if name.split(".")[0] == "megatron" and "megatron.patches" not in sys.modules:
                 _attempt(_patch, withholding)
             _import(name, withholding, probes and not broken)
@@ -346,7 +336,7 @@ def load(names: list[str], skip: set[str], withheld: AbstractSet[str] = frozense
                 broken = why_children_fail()
                 rest.enter_context(without_cuda())
         if "megatron.ft_trainer" in sys.modules:
-            for name in _without(_modules_of("megatron.ft_trainer"), skip):
+            for name in _modules_of("megatron.ft_trainer"):
                 _import(name, withholding, probes and not broken)
             _attempt(_rehearse, withholding)
     gc.collect()
@@ -372,10 +362,6 @@ def _attempt(action: Callable[[], object], withholding: Withholding) -> None:
         action()
     if withholding.refused > refused:
         drop_orphans(before)
-
-
-def _without(names: list[str] | Iterator[str], skip: set[str]) -> Iterator[str]:
-    return (name for name in names if name not in skip)
 
 
 def _read_imports(script: str, is_module: bool) -> list[str]:

@@ -34,25 +34,7 @@ from ft.platform.supervisor import Supervisor
 
 @dataclass
 class Components:
-    """The components of one agent, connected to each other but not started.
-
-    Attributes:
-        membership: the agent's name and role in the run.
-        supervisor: the event loop and the child processes.
-        worker_listener: accepts the connections of workers.
-        masters: rendezvous addresses (MASTER_ADDR, MASTER_PORT) for the training script.
-        console: terminal output.
-        pool: the warm pool, from which workers are forked.
-        uplink: connection to the control plane.
-        workforce: the workers of this node.
-        recoveries: prints a summary of each recovery.
-        room: warns when the disk is full.
-        control_supervisor: runs the control plane's process if it belongs on this node.
-        faults: injects the planned faults whose target is this agent.
-        timeouts: timeouts of the run.
-        devices: the devices (GPUs) of this node.
-        health: reads what the node says of itself.
-    """
+    """The components of one agent, connected to each other but not started."""
 
     membership: Membership
     supervisor: Supervisor
@@ -91,6 +73,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     sidecar = Sidecar(
         supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
     )
+    recoveries = RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show)
     given = options.devices
     devices = Devices(
         count_gpus if given is None else lambda: given, options.nproc, supervisor.wake, left_out=options.left_out
@@ -104,9 +87,11 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         pool=pool,
         uplink=uplink,
         workforce=workforce,
-        recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
+        recoveries=recoveries,
         room=Room(options.run_dir, console.complain),
-        control_supervisor=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
+        control_supervisor=ControlPlaneSupervisor(
+            options.run_dir, cluster.node_rank, sidecar, timeouts, uplink, console, recoveries
+        ),
         faults=AgentFaults(_own(faults, place), place.node, str(options.run_dir), uplink.record),
         timeouts=timeouts,
         devices=devices,

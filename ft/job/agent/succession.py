@@ -3,7 +3,7 @@
 An agent is the supervisor process of one node. The control plane is one process for the run, which is started on the
 node of one of the agents; while it is active, it renews a lease. Each new control plane has a higher term number. An
 agent that gets no answer may wait, take over by starting a new control plane, or fence (kill) its own workers.
-:func:`decide` is a pure function; ``control_supervisor`` calls it.
+:func:`decide` is a pure function; ``control_plane`` calls it.
 """
 
 from dataclasses import dataclass

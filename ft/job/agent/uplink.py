@@ -72,7 +72,6 @@ class Uplink:
         endpoint: fallback address ("tcp://HOST:PORT") used while no address is published, "" if there is none.
         wake: function called, from threads, whenever ``take`` has something to return.
         timeouts: limits in seconds.
-        node_rank: number of this node.
 
     Attributes:
         contact_at: monotonic time at which the control plane last answered, or at which the uplink was started.

@@ -43,9 +43,6 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
 
     Args:
         born_of: pid of the parent, which is about to exit; the agent then becomes this process's parent.
-        agent: pid of the node agent.
-        log: file for stdout and stderr.
-        environment: variables to set.
     """
     os.setsid()
     while os.getppid() == born_of:
@@ -153,9 +150,7 @@ class Pool:
     """The pool's end of the protocol with the agent.
 
     Args:
-        sock: the socket to the agent.
-        agent: pid of the agent.
-        config: {"target", "is_module", "args", "preload"}.
+        config: {"target", "is_module", "args", "preload"} and, after a new start, {"withheld", "probes"}.
     """
 
     def __init__(self, sock: socket.socket, agent: int, config: dict[str, Any]):
@@ -261,13 +256,13 @@ def _interpreter_path(root: str) -> list[str]:
 
 
 def _preload(pool: Pool, agent: int) -> None:
-    """Import the modules that workers need. If a module makes forking impossible, exec this process without it."""
+    """Import the modules that workers need. If one makes forking impossible, exec this process without it."""
     config = pool.config
-    skip, withheld, probes = set(config.get("skip", [])), set(config.get("withheld", [])), config.get("probes", False)
+    withheld, probes = set(config.get("withheld", [])), config.get("probes", False)
     names = preload.plan(config["target"], config["is_module"], config["preload"])
     again: dict[str, Any] = {}
     try:
-        broken = preload.load(names, skip, withheld, probes)
+        broken = preload.load(names, withheld, probes)
         if broken:
             pool.say(note=f"warm pool: CUDA cannot be initialised on this node ({broken})")
         elif not probes and (why := preload.why_children_fail()):
@@ -276,16 +271,10 @@ def _preload(pool: Pool, agent: int) -> None:
             )
             again = {"probes": True}
     except preload.UnfitForForking as error:
-        if error.roots - withheld:
-            roots = ", ".join(sorted(error.roots - withheld))
-            pool.say(note=f"warm pool: {error}; workers will import {roots} themselves, and all that needs it")
-            again = {"withheld": sorted(withheld | error.roots)}
-        elif error.module not in skip:
-            pool.say(note=f"warm pool: {error}; workers will import it themselves")
-            again = {"skip": sorted(skip | {error.module})}
-        else:
-            pool.say(note=f"warm pool: {error}; workers will import everything themselves")
-            again = {"preload": [preload.NOTHING]}
+        new = sorted(error.roots - withheld or {error.module} - withheld)
+        what = f"{', '.join(new)} themselves, and all that needs it" if new else "everything themselves"
+        pool.say(note=f"warm pool: {error}; workers will import {what}")
+        again = {"withheld": [*withheld, *new]} if new else {"preload": ["none"]}
     if again:
         text = json.dumps({**config, **again})
         os.execv(sys.executable, command(__name__, [str(pool.keep_open()), text], agent, ignores_signals=True))

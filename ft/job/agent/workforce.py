@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,54 +43,9 @@ from ft.platform.processes import Handler, OwnPauses, Standstill
 from ft.platform.supervisor import Supervisor
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Observations of one attached worker.
-
-    Attributes:
-        beat_at: time of the last heartbeat, in seconds.
-        state: state letter of the worker's process in /proc.
-    """
-
-    beat_at: float
-    state: str
-
-
-@dataclass(frozen=True)
-class Silence:
-    """One silent worker.
-
-    Attributes:
-        worker: name of the worker.
-        silent_s: seconds since the last heartbeat.
-        state: state letter of the worker's process in /proc.
-        reason: explanation for the log.
-    """
-
-    worker: str
-    silent_s: float
-    state: str
-    reason: str
-
-
-def silent(now: float, watches: Mapping[str, Watch], timeouts: Timeouts) -> list[Silence]:
-    """Return the workers that are silent at ``now``.
-
-    Args:
-        now: the present time, in seconds of the same clock as ``Watch.beat_at``.
-        watches: name of a worker -> observations of it.
-        timeouts: timeouts of the run.
-    """
-    found = []
-    for worker, watch in watches.items():
-        quiet = now - watch.beat_at
-        if watch.state in "Tt" and quiet > timeouts.stopped_s:
-            reason = f"its process is stopped and sent no beat for {quiet:.2f} s"
-            found.append(Silence(worker, quiet, watch.state, reason))
-        elif quiet > timeouts.silent_s:
-            reason = f"no beat for {quiet:.2f} s (limit {timeouts.silent_s:g} s)"
-            found.append(Silence(worker, quiet, watch.state, reason))
-    return found
+def is_silent(quiet_s: float, state: str, timeouts: Timeouts) -> bool:
+    """Return whether a worker without a heartbeat for so many seconds is silent; ``state`` is its letter in /proc."""
+    return quiet_s > (timeouts.stopped_s if state in "Tt" else timeouts.silent_s)
 
 
 _STACK_S = 0.05
@@ -147,15 +102,10 @@ class Workforce:
 
     Args:
         pool: the warm pool, which forks the workers.
-        place: values that the environments of the workers have in common.
-        post: function that sends a report to the control plane.
         unwatch: function called with each channel before it is closed.
-        timeouts: timeouts of the run.
 
     Attributes:
         workers: name -> worker, from the request for it until its process has ended.
-        looks: the workers' answers to looks.
-        estates: the snapshots of killed workers.
     """
 
     def __init__(
@@ -424,34 +374,34 @@ class Workforce:
         since_s, at_step_s = lasted(at - beat.since_s, at), lasted(at - beat.at_step_s, at)
         return replace(beat, age_s=lasted(at, now), since_s=since_s, at_step_s=at_step_s)
 
-    def judge(self, now: float) -> list[Silence]:
-        """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""
+    def judge(self, now: float) -> list[WorkerSilent]:
+        """Report each worker that has just become silent to the control plane; return these reports.
+
+        Once workers have attached, the script is known to call ``ft.attach``: a worker that has a rank, has never
+        attached and does nothing at all is silent, too.
+        """
         self._pauses.look(now)
         held = [w for w in self.workers.values() if not w.doomed and not w.exit_posted]
-        attached = [w for w in held if w.attached and w.channel is not None]
-        beats = {w.name: w.beat_at + self._pauses.since(w.beat_at) for w in attached}
-        quiet = [w for w in attached if now - beats[w.name] > self._timeouts.stopped_s]
-        watches = {w.name: Watch(beats[w.name], processes.state(w.pid)) for w in quiet if w.pid is not None}
-        found = silent(now, watches, self._timeouts) + (self._mute(now, held) if attached else [])
-        new = [s for s in found if not self.workers[s.worker].reported_silent]
-        for silence in new:
-            self.workers[silence.worker].reported_silent = True
-            self._post(WorkerSilent(silence.worker, self._place.node, round(silence.silent_s, 3), silence.state))
-        return new
-
-    def _mute(self, now: float, held: Iterable[Worker]) -> list[Silence]:
-        """Return those of ``held`` that have never attached and show no activity although other workers have attached.
-
-        The attached workers show that the script calls ``ft.attach``, so these workers should have attached too.
-        """
-        found = []
+        is_attaching = any(w.attached and w.channel is not None for w in held)
+        new = []
         for worker in held:
-            if worker.rank is None or worker.pid is None or worker.attached or worker.reported_silent:
+            if worker.pid is None or worker.reported_silent:
                 continue
-            seconds = worker.standstill.look(now, worker.pid)
-            if seconds > self._timeouts.mute_s:
-                found.append(Silence(worker.name, seconds, processes.state(worker.pid), "it has never attached"))
-        return found
+            if worker.attached and worker.channel is not None:
+                quiet_s = now - worker.beat_at - self._pauses.since(worker.beat_at)
+                found = quiet_s > self._timeouts.stopped_s
+                found = found and is_silent(quiet_s, processes.state(worker.pid), self._timeouts)
+            elif is_attaching and not worker.attached and worker.rank is not None:
+                quiet_s = worker.standstill.look(now, worker.pid)
+                found = quiet_s > self._timeouts.mute_s
+            else:
+                continue
+            if found:
+                worker.reported_silent = True
+                state = processes.state(worker.pid)
+                new.append(WorkerSilent(worker.name, self._place.node, round(quiet_s, 3), state))
+                self._post(new[-1])
+        return new
 
     def _take(self, worker: Worker, line: bytes) -> None:
         try:
@@ -532,8 +482,6 @@ class WorkerListener:
 
     Args:
         listener: the socket that ``listen`` returned.
-        supervisor: the agent's event loop.
-        workforce: the workers of this agent.
     """
 
     def __init__(self, listener: socket.socket, supervisor: Supervisor, workforce: Workforce):

@@ -167,10 +167,10 @@ def _suspicions(state: State, now: float, out: Decisions) -> None:
     if now <= first.since + state.options.timeouts.suspicion_s:
         return
     worker = max((state.workers[n] for n in state.suspicions), key=lambda w: _retries(state, now, w))
-    suspicion = state.suspicions[worker.name]
-    looks.order(state, now, f"{worker.name} lost a connection of group {suspicion.group}", out)
+    said = state.suspicions[worker.name].said
+    looks.order(state, now, f"{worker.name} lost a connection of group {said.group}", out)
     out.add(f"nobody has died within {state.options.timeouts.suspicion_s:g} s of the lost connection of {name}")
-    react(state, now, [Fault(worker, verdict.of_suspicion(suspicion.group, suspicion.message))], out)
+    react(state, now, [Fault(worker, verdict.of_suspicion(said.group, said.message))], out)
 
 
 def _retries(state: State, now: float, worker: Worker) -> int:

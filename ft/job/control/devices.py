@@ -18,11 +18,8 @@ _NO_LIMIT = 1 << 30
 
 
 def room(agent: Agent, others: int = 0) -> int:
-    """Return how many further workers the node's devices can serve, now or once the held devices are free.
-
-    Args:
-        agent: the agent of the node.
-        others: number of devices that are in use.
+    """Return how many further workers the node's devices can serve besides ``others`` that are in use, now or once the
+    held devices are free.
     """
     if not agent.joined.devices:
         return _NO_LIMIT
@@ -31,15 +28,8 @@ def room(agent: Agent, others: int = 0) -> int:
 
 
 def choose(agent: Agent, vacancy: Vacancy, taken: Collection[tuple[str, int]]) -> int | None:
-    """Return the device for the next worker of a node: the lost worker's if it was there, else the first free one.
-
-    Args:
-        agent: the agent of the node.
-        vacancy: the lost worker.
-        taken: (node, device) of the devices in use.
-
-    Returns:
-        the index of the device, or None if no device of the node is free now.
+    """Return the device for the next worker of a node: the lost worker's if it was there, else the first free one; None
+    if none is free now. ``taken``: (node, device) of the devices in use.
     """
     blocked = {device for node, device in taken if node == agent.node}
     blocked |= {hold.device for hold in agent.held.values()} | set(agent.unusable)
@@ -85,11 +75,6 @@ def heard(agent: Agent, now: float, contact_s: float) -> None:
 
     An agent that was stopped could not report that a device is free. Call this function before ``agent.heard_at`` is
     updated.
-
-    Args:
-        agent: the agent that has sent a heartbeat.
-        now: present time in seconds.
-        contact_s: time without a heartbeat in seconds from which on an agent counts as silent.
     """
     if is_silent(agent, now, contact_s):
         silent_s = now - agent.heard_at

@@ -38,15 +38,7 @@ def vacate(state: State, worker: Worker, now: float) -> None:
 
 
 def close(state: State, now: float, reason: str, ranks: list[int], out: Decisions) -> None:
-    """Close the epoch if it is open, and record the failed logical ranks in the recovery in progress.
-
-    Args:
-        state: state of the control plane, which is changed.
-        now: the present time, in seconds.
-        reason: why the epoch ends, for people.
-        ranks: logical ranks that have failed.
-        out: collects the order and the event.
-    """
+    """Close the epoch if it is open, and record the failed logical ranks in the recovery in progress."""
     if state.recovery is None:
         state.recovery = Recovery(now, state.epoch, reason)
     state.recovery.ranks += [rank for rank in ranks if rank not in state.recovery.ranks]
@@ -171,7 +163,8 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     under_way.verdicts, under_way.in_vain = [], True
     held = state.by_rank()
     empty = [rank for rank, w in held.items() if w.empty]
-    groups = {rank: w.arrived if w.empty or w.release is None else w.release.groups for rank, w in held.items()}
+    last = {rank: w.arrived if w.empty or w.release is None else w.release for rank, w in held.items()}
+    groups = {rank: report.groups if report is not None else [] for rank, report in last.items()}
     plan = plan_rebuild(groups, empty)
     state.repair = m.Repair(
         state.epoch,

@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.faults.health import Finding, informed
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SOFTWARE, STOP, Verdict, raised
-from ft.job.control.state import Decisions, Evidence, Incident, Recovery, Return, State, Worker
+from ft.job.control.state import Decisions, Incident, Recovery, Return, State, Worker
 
 WINDOW_S, WINDOW_STEPS = 60.0, 10
 """Failures of one logical rank that are closer in time, or in steps, than this count as repetitions."""
@@ -34,13 +34,6 @@ def weigh(history: list[Incident], now: float, rank: int | None, step: int, foun
       from the computation, not from the node. Unanswered waits are excluded; ``going_round`` handles them.
     - RESTART becomes STOP if the same software error has led to a restart at the same step or a neighbouring one:
       another restart would end in the same error.
-
-    Args:
-        history: earlier failures, oldest first.
-        now: time in seconds.
-        rank: logical rank of the failed worker.
-        step: last committed step.
-        found: the verdict on this failure alone.
     """
     mine = [incident for incident in history if incident.rank == rank]
     if found.action == RETRY:
@@ -63,12 +56,6 @@ def returned(before: list[Return], step: int, recovery: Recovery, fired: int) ->
 
     The list ``before`` is continued only if training stopped after the same step, nothing has died or raised an error
     since, and no further fault was injected. Otherwise the new list has one entry.
-
-    Args:
-        before: the rollbacks so far.
-        step: committed step that is restored now.
-        recovery: the recovery in progress.
-        fired: number of faults that have been injected so far.
     """
     this = Return(step, list(recovery.verdicts), fired)
     goes_on = bool(before) and recovery.in_vain and (before[-1].step, before[-1].fired) == (step, fired)
@@ -100,15 +87,7 @@ def of_joiner(found: Verdict) -> Verdict:
 
 
 def record(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> None:
-    """Append a failure to the history, and drop the oldest entries.
-
-    Args:
-        history: the failures so far, which are changed.
-        now: time of the failure, in seconds.
-        rank: logical rank that failed; None for a standby.
-        step: committed step at the time of the failure.
-        found: the verdict on the failure.
-    """
+    """Append a failure to the history, and drop the oldest entries."""
     history.append(Incident(now, rank, step, found.action, found.key))
     del history[:-_REMEMBERED]
 
@@ -119,14 +98,7 @@ _NAMES = {each.name for each in fields(Finding)} - {"when"}
 
 
 def record_finding(state: State, now: float, detail: dict[str, Any], out: Decisions) -> None:
-    """Record a finding.
-
-    Args:
-        state: state of the control plane.
-        now: time in seconds.
-        detail: the event ``events.HEALTH_FOUND`` as the agent has reported it.
-        out: decisions.
-    """
+    """Record a finding: the event ``events.HEALTH_FOUND`` as the agent has reported it."""
     agent = state.agents.get(str(detail.get("node")))
     out.add(f"observed: {events.HEALTH_FOUND}").note(events.HEALTH_FOUND, **detail)
     if agent is None or agent.gone or not detail.get("acts") or not detail.keys() >= _NAMES:
@@ -134,7 +106,7 @@ def record_finding(state: State, now: float, detail: dict[str, Any], out: Decisi
     index = detail.get("index")
     device = detail["device"] if index is None else f"gpu{index}"
     found = Finding(**{name: detail[name] for name in _NAMES} | {"device": device}, when=now)
-    agent.evidence = [each for each in agent.evidence if now - each.at < FRESH_S] + [Evidence(now, found)]
+    agent.evidence = [each for each in agent.evidence if now - each.when < FRESH_S] + [found]
     if index is None and not agent.suspect:
         agent.suspect = found.reason
         out.add(f"{agent.node} gets no further workers: {found.reason}")
@@ -145,5 +117,5 @@ def weigh_findings(state: State, now: float, worker: Worker, guess: Verdict) -> 
     agent = state.agents.get(worker.node)
     if agent is None or not agent.evidence:
         return guess
-    fresh = [each.finding for each in agent.evidence if now - each.at < FRESH_S]
+    fresh = [each for each in agent.evidence if now - each.when < FRESH_S]
     return informed(guess, fresh, f"gpu{worker.local_rank}" if agent.joined.devices else "")

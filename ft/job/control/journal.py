@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json
+from ft.base.events import Note
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
-from ft.job.control.state import Decision, Note, Options, State
+from ft.job.control.state import Decision, Options, State
 from ft.job.messages import AgentBeat, from_values, to_values
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 from ft.platform import shared_state
@@ -61,11 +62,7 @@ class Journal:
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
         """Record one call ``decide(state, now, posted.report)`` and the decisions that it returned.
 
-        Args:
-            now: time on the control plane's clock, in seconds.
-            wall: the same time in seconds since 1970.
-            posted: the report; None if the call was about the passing of time.
-            decisions: the decisions.
+        ``posted`` is None if the call was about the passing of time; ``wall`` is ``now`` in seconds since 1970.
         """
         if posted is not None and isinstance(posted.report, AgentBeat) and not decisions:
             self._beats[posted.node] = (now, posted)

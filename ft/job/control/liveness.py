@@ -71,10 +71,6 @@ def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
     """Return the workers that delay the others: not in communication for longer than a step can take, while others are.
 
     A worker waits if it is in a communication operation, or is done and waits for the end of the others.
-
-    Args:
-        views: worker -> view, for every worker with a seat in the epoch.
-        timeouts: the timeouts before they are extended by the step time.
     """
     computing = {worker: view for worker, view in views.items() if not view.waits(timeouts)}
     if len(computing) == len(views):
@@ -133,14 +129,9 @@ def quiet_s(views: Mapping[str, View], timeouts: Timeouts) -> float:
 
 
 def lost_agents(now: float, heard_at: Mapping[str, float], timeouts: Timeouts) -> list[tuple[str, float]]:
-    """Return (node, seconds of silence) for each lost agent.
+    """Return (node, seconds of silence) for each lost agent. ``heard_at``: node -> time of its last message, in s.
 
     Return nothing if all agents are silent: then the control plane itself is partitioned or was paused.
-
-    Args:
-        now: the present time, in seconds.
-        heard_at: node -> time of the last message of its agent, in seconds.
-        timeouts: time limits of the run.
     """
     quiet = {node: now - at for node, at in heard_at.items() if now - at > timeouts.agent_lost_s}
     return sorted(quiet.items()) if len(quiet) < len(heard_at) else []

@@ -33,15 +33,7 @@ _AGAIN_S = 5.0
 
 
 def order(state: State, now: float, why: str, out: Decisions, *, asked: bool = False) -> None:
-    """Order a look, unless one was taken just before.
-
-    Args:
-        state: state of the control plane.
-        now: the present time, in seconds.
-        why: why, for people.
-        out: the decisions, to which the order is added.
-        asked: whether a person has asked for it.
-    """
+    """Order a look, unless one was taken just before; what a person has asked for (``asked``) is always ordered."""
     is_recent = state.looked_in == state.epoch and now - state.looked_at < _AGAIN_S
     if not state.seats or (is_recent and not asked):
         return

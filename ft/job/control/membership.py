@@ -125,12 +125,7 @@ def _spawn_for(state: State, filling: Filling, ready: list[Worker], used: Counte
     """Order the workers that are missing for the empty seats, in addition to those that are there or are starting.
 
     Nodes without a suspicion are preferred. A worker counts only if its node has a device for it, or is about to have.
-
-    Args:
-        state: state of the control plane.
-        filling: gets the orders and their reasons.
-        ready: standbys whose nodes have no free device.
-        used: node -> number of its devices that are in use.
+    ``ready``: standbys whose nodes have no free device; ``used``: node -> number of its devices that are in use.
     """
     coming = Counter(w.node for w in ready)
     coming.update(

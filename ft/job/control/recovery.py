@@ -87,14 +87,10 @@ class Lost:
 
 
 def waits(seats: str) -> tuple[str, ...]:
-    """Return the limits of a recovery in memory, one after the other.
+    """Return the limits of a recovery in memory, one after the other, as ``table.field`` (``TABLES``).
 
-    Args:
-        seats: IN_PLACE if every worker keeps its seat, STANDBY if standbys are ready for all others, COPY if workers
-            have to be started.
-
-    Returns:
-        Names as ``table.field``, where the table is one of ``TABLES``.
+    ``seats``: IN_PLACE if every worker keeps its seat, STANDBY if standbys are ready for all others, COPY if workers
+    have to be started.
     """
     before = {IN_PLACE: (), STANDBY: _JOIN, COPY: (*_START, *_JOIN)}[seats]
     return (*_RELEASE, *before, *_REPAIR)
@@ -234,13 +230,7 @@ def plan_fetch(memory: Memory, why: str) -> RecoveryPlan | None:
     """Return the plan that all ranks fetch their state from another replica, which none of them is asked for here.
 
     Until then, all ranks need the same position. It is that of the newest sound snapshot that a worker has of its own.
-
-    Args:
-        memory: the training state in this replica's memory.
-        why: why this replica has no complete state, for people.
-
-    Returns:
-        None if no worker has one; then nothing is left of this replica that would be worth keeping.
+    None: no worker has one; then nothing is left of this replica that would be worth keeping.
     """
     told = [
         (step, -rank)
@@ -491,7 +481,7 @@ def _held(worker: Worker) -> Holdings | None:
     """Return the snapshots that a worker has reported; those that a joiner has inherited count."""
     if worker.release is not None:
         return worker.release.holdings
-    return worker.inherited if worker.inherited != Holdings() else None
+    return worker.arrived.holdings if worker.arrived is not None and worker.arrived.holdings != Holdings() else None
 
 
 def without_memory(state: State, why: str) -> Situation:

@@ -197,10 +197,7 @@ def _ranks(ranks: list[int]) -> str:
 def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Mapping[int, list[str]]) -> list[str]:
     """Return one sentence for each violation; an empty list if I1 to I4 hold.
 
-    Args:
-        repair: the repair that was ordered.
-        reports: logical rank -> the report of the worker that holds this rank.
-        shards: logical rank -> names of the optimizer shards that it owned when its model was first built.
+    ``shards``: logical rank -> names of the optimizer shards that it owned when its model was first built.
     """
     ordered = sorted(reports.items())
     found = _topology(ordered)

@@ -17,16 +17,7 @@ def finish_if_done(state: State, now: float, out: Decisions) -> None:
 
 
 def stop(state: State, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
-    """End the run with exit code ``code``; ``message`` is for the user.
-
-    Args:
-        state: state of the control plane, which is changed.
-        now: the present time, in seconds.
-        code: exit code of the run.
-        message: reason for the user.
-        out: the list of decisions, to which the order to stop and the event are appended.
-        why: reason to record with the decision, if it differs from ``message``; "": ``message`` is recorded.
-    """
+    """End the run with exit code ``code``; ``message`` is for the user, ``why`` for the journal if it differs."""
     _end(state, now, m.Stop(code, message), why or message, out)
     out.note(events.STOPPED, code=code, message=message)
 

@@ -22,14 +22,8 @@ _UNSET = "not set"
 
 
 def agent_joined(state: State, now: float, agent: Agent, is_complete: bool, out: Decisions) -> None:
-    """Compare an agent that has joined with those before it, and have all agents connect to each other in the end.
-
-    Args:
-        state: state of the control plane.
-        now: time in seconds.
-        agent: the agent.
-        is_complete: whether all agents that the start waits for have joined.
-        out: the list of decisions.
+    """Compare an agent that has joined with those before it. Once all have joined (``is_complete``), have all agents
+    connect to each other.
     """
     if not _is_starting(state) or state.checked:
         return

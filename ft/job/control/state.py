@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base import events
+from ft.base.events import Note
 from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
     AgentJoined,
     Beat,
-    GroupReport,
     HangJudged,
-    Holdings,
+    PaceJudged,
     Repair,
+    WorkerArrived,
     WorkerDone,
     WorkerReleased,
     WorkerRepaired,
+    WorkerSuspects,
 )
 
 GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
@@ -86,7 +88,8 @@ class Agent:
         started: names of all workers that it has ever started.
         held: lost worker -> the device that it has not released yet.
         unusable: index of a device -> why no worker can use it.
-        evidence: what the node has found against itself, if the run acts on it.
+        evidence: what the node has found against itself or one of its devices, which has the device's index in its name
+            ("gpu3"), if the run acts on it; ``when`` is the time of the report, in seconds.
     """
 
     joined: AgentJoined
@@ -98,23 +101,12 @@ class Agent:
     started: list[str] = field(default_factory=list)
     held: dict[str, "Hold"] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
-    evidence: list["Evidence"] = field(default_factory=list)
+    evidence: list[Finding] = field(default_factory=list)
 
     @property
     def node(self) -> str:
         """Return the name of the agent."""
         return self.joined.node
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A finding of a node against itself or one of its devices, which has the device's index in its name ("gpu3").
-
-    ``at`` is the time at which it was reported, in seconds.
-    """
-
-    at: float
-    finding: Finding
 
 
 @dataclass(frozen=True)
@@ -150,8 +142,7 @@ class Worker:
         assembled: whether it has built model and optimizer.
         leaving_epoch: closed epoch that it has not left yet, or -1.
         release: its report when it last left an epoch.
-        arrived: its process groups, reported once model and optimizer were built.
-        inherited: the snapshots that it has inherited from the worker that had its seat, reported at the same time.
+        arrived: its last report that model and optimizer are built.
         repaired: its report that it is repaired, in the present epoch.
         resumed: last epoch whose first step it has begun.
         done: whether it has finished its training steps, in the present epoch.
@@ -174,8 +165,7 @@ class Worker:
     assembled: bool = False
     leaving_epoch: int = -1
     release: WorkerReleased | None = None
-    arrived: list[GroupReport] = field(default_factory=list)
-    inherited: Holdings = field(default_factory=Holdings)
+    arrived: WorkerArrived | None = None
     repaired: WorkerRepaired | None = None
     resumed: int = -1
     done: bool = False
@@ -196,13 +186,10 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A worker's report that an operation in process group ``group`` failed; ``since`` is the time of the report in
-    seconds.
-    """
+    """A worker's report that an operation failed; ``since`` is the time at which it came, in seconds."""
 
     since: float
-    group: str
-    message: str
+    said: WorkerSuspects
 
 
 @dataclass(frozen=True)
@@ -240,23 +227,6 @@ class Incident:
     step: int
     action: str
     key: str
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A worker whose own work takes persistently longer than that of workers with the same work.
-
-    Attributes:
-        worker: its name.
-        step: step at which it was last compared.
-        ratio: time of its own work divided by the others'.
-        cause: the kind of work that takes it longer.
-    """
-
-    worker: str
-    step: int
-    ratio: float
-    cause: str
 
 
 @dataclass(frozen=True)
@@ -352,7 +322,8 @@ class State:
         looked_in: the epoch in which it was taken.
         look_why: why it was taken, "" if somebody has asked for it.
         judged: what a look says of a hang, the last one of which that is known.
-        stragglers: logical rank -> its worker, if that is persistently slower than others with the same work.
+        stragglers: logical rank -> the last report that its worker is persistently slower than others with the same
+            work.
         evict_factor: a straggler is replaced if its own work takes this many times as long as that of the others; None:
             stragglers keep their seats.
         evicted_at: step at which a straggler was last replaced, or None.
@@ -400,7 +371,7 @@ class State:
     looked_in: int = -2
     look_why: str = ""
     judged: HangJudged | None = None
-    stragglers: dict[int, Straggler] = field(default_factory=dict)
+    stragglers: dict[int, PaceJudged] = field(default_factory=dict)
     evict_factor: float | None = None
     evicted_at: int | None = None
     told_at: float | None = None
@@ -462,19 +433,6 @@ class State:
     def enter(self, phase: str, now: float) -> None:
         """Change the phase."""
         self.phase, self.since = phase, now
-
-
-@dataclass(frozen=True)
-class Note:
-    """An event for the run's event file.
-
-    Attributes:
-        name: one of the names in ``ft.base.events``.
-        values: all fields of the event in one mapping.
-    """
-
-    name: str
-    values: dict[str, Any]
 
 
 @dataclass(frozen=True)

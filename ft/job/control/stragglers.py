@@ -27,7 +27,7 @@ from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.control import devices
 from ft.job.control.failures import Fault, react
-from ft.job.control.state import RUNNING, Decisions, State, Straggler, Vacancy, Worker
+from ft.job.control.state import RUNNING, Decisions, State, Vacancy, Worker
 from ft.job.messages import PaceJudged, StepTimes
 from ft.record.metrics import Span, as_line
 
@@ -63,11 +63,9 @@ class Pace:
 
 
 def compare(times: Mapping[int, Sequence[float]]) -> dict[int, Pace]:
-    """Return logical rank -> its pace.
+    """Return logical rank -> its pace, nothing for a single rank or fewer than ``WINDOW`` steps.
 
-    Args:
-        times: logical rank -> time of its own work in each of the same steps, in seconds, for all ranks of one role.
-            With a single rank, or with fewer than ``WINDOW`` steps, nothing can be said.
+    ``times``: the seconds of each rank's own work in the same steps, for all ranks of one role.
     """
     steps = min((len(own) for own in times.values()), default=0)
     if len(times) < 2 or steps < WINDOW:
@@ -113,8 +111,8 @@ PAUSE_STEPS = 200
 """After a straggler was replaced, none is replaced for so many steps: a cause that stays does not use up standbys."""
 
 
-def present(state: State) -> dict[int, Straggler]:
-    """Return logical rank -> its worker, for the stragglers that still have their seats."""
+def present(state: State) -> dict[int, PaceJudged]:
+    """Return logical rank -> the report on its worker, for the stragglers that still have their seats."""
     return {rank: slow for rank, slow in state.stragglers.items() if state.seats.get(rank) == slow.worker}
 
 
@@ -131,7 +129,7 @@ def pace_judged(state: State, now: float, report: m.PaceJudged, out: Decisions) 
         if known is not None:
             out.note(events.STRAGGLER_GONE, **_place(state, worker, report), ratio=report.ratio)
         return
-    state.stragglers[report.rank] = Straggler(worker.name, report.step, report.ratio, report.cause)
+    state.stragglers[report.rank] = report
     out.add(f"{who} is slow: its own work takes {report.ratio:.3f} times as long as that of the others")
     if known is None:
         detail = {"own_s": report.own_s, "usual_s": report.usual_s, "cause": report.cause, "steps": report.steps}
@@ -140,14 +138,7 @@ def pace_judged(state: State, now: float, report: m.PaceJudged, out: Decisions) 
 
 
 def wants_news(state: State, rank: int, ratio: float, step: int) -> bool:
-    """Return whether a straggler that is known already would be replaced now; then its pace is to be reported again.
-
-    Args:
-        state: state of the control plane.
-        rank: logical rank of the straggler.
-        ratio: time of its own work divided by the others'.
-        step: the last step that was compared.
-    """
+    """Return whether a straggler that is known already would be replaced now; then its pace is to be reported again."""
     worker = state.workers.get(state.seats.get(rank, ""))
     return worker is not None and not _why_not(state, worker, ratio, step)
 
@@ -245,10 +236,7 @@ class PaceBook:
     def take(self, state: State, reports: Iterable[StepTimes], wall: float) -> list[PaceJudged]:
         """Add the times of steps, and return what they say of ranks that are slow, or are not slow any more.
 
-        Args:
-            state: state of the control plane, which is not changed.
-            reports: times that have arrived.
-            wall: time in seconds since 1970.
+        The state is not changed. ``wall``: time in seconds since 1970.
         """
         roles: dict[str, None] = {}
         for times in reports:

@@ -305,10 +305,8 @@ class QuorumClient:
         return future
 
     def look(self, within_s: float) -> View:
-        """Return what is known of the present question; the server is asked whom it waits for.
-
-        Args:
-            within_s: seconds to wait for the server's answer.
+        """Return what is known of the present question; the server is asked whom it waits for, and has
+        ``within_s`` seconds to answer.
         """
         with self._lock:
             asked, since, last = self._asked, self._asked_at, self._last

@@ -78,14 +78,7 @@ def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven:
 
 
 def longer(ban: Ban, now: float, first_s: float, most_s: float) -> Ban:
-    """Return the ban after one more offence: twice as long as the last one, ``most_s`` seconds at most.
-
-    Args:
-        ban: the last exclusion of the replica.
-        now: present time in seconds.
-        first_s: length of a first exclusion, in seconds.
-        most_s: maximum length of an exclusion, in seconds.
-    """
+    """Return the ban after one more offence: twice as long as the last one, ``most_s`` seconds at most."""
     length = doubled(ban.times + 1, first_s, most_s)
     return Ban(now + length, length, ban.times + 1)
 

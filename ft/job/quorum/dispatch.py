@@ -1,18 +1,19 @@
-"""Dispatch of the quorum server: a state machine without I/O that processes messages and decides when to answer them.
+"""Dispatch of the quorum server: it processes messages, and decides when to answer them.
 
 The quorum server decides which replicas (full copies of the model) take part in a training step: the quorum. The
-dispatch knows the connections by their :class:`Peer` only. Its methods are generators that yield the I/O to do
-(:data:`Act`), in order; :func:`carry_out` runs them. The server process and the simulated server
-(``tests/simulation/hsdp``) both drive this class.
+dispatch knows the connections by their :class:`Peer` only, and does no I/O: the server process and the simulated server
+(``tests/simulation/hsdp``) are subclasses that do it.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from ft.base.events import Note
 from ft.job.quorum import reactions
 from ft.job.quorum.decide import Decision, decide, missing, next_number
-from ft.job.quorum.state import Note, Options, State
+from ft.job.quorum.state import Options, State
 from ft.job.quorum.values import NoQuorum, Quorum, Report, pack
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 
@@ -40,75 +41,8 @@ class Peer:
     refused: str = ""
 
 
-@dataclass(frozen=True)
-class Send:
-    """Send the packed message ``frame`` to ``peer``. If that fails, close the connection and call
-    :meth:`Dispatch.gone`.
-    """
-
-    peer: Peer
-    frame: bytes
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close the connection of ``peer`` because of ``reason``; :meth:`Dispatch.gone` need not be called."""
-
-    peer: Peer
-    reason: str
-
-
-@dataclass(frozen=True)
-class Log:
-    """Append an event to the run's record."""
-
-    note: Note
-
-
-@dataclass(frozen=True)
-class NewestTerm:
-    """Read the newest term that any server has claimed; that term is the answer to this act."""
-
-
-@dataclass(frozen=True)
-class ClaimTerm:
-    """Claim the next free term, ``least`` or higher; that term is the answer to this act."""
-
-    least: int
-
-
-@dataclass(frozen=True)
-class KeepLease:
-    """Write the lease record with this term and end, unless the file has this content already.
-
-    Attributes:
-        term: term of this server.
-        end: (next_step, lineage) of a replica that has done the last step of the run, or None.
-    """
-
-    term: int
-    end: tuple[int, int] | None
-
-
-Act = Send | Close | Log | NewestTerm | ClaimTerm | KeepLease
-_T = TypeVar("_T")
-Acts = Generator[Act, int | None, _T]
-
-
-def carry_out(acts: Acts[_T], do: Callable[[Act], int | None]) -> _T:
-    """Run a method of :class:`Dispatch` with ``do``, which does one act and returns its answer; return the result."""
-    answer = None
-    while True:
-        try:
-            act = acts.send(answer)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-        answer = do(act)
-
-
-class Dispatch:
-    """State machine of one quorum server.
+class Dispatch(ABC):
+    """One quorum server without its I/O.
 
     Args:
         options: options of the run's quorum.
@@ -128,9 +62,35 @@ class Dispatch:
         self._menders: dict[int, set[Peer]] = {}
         self._checked_at = float("-inf")
 
+    # --- I/O --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def send(self, peer: Peer, message: bytes) -> None:
+        """Send a packed message. If that fails, close the connection and call :meth:`gone`, but not from here."""
+
+    @abstractmethod
+    def drop(self, peer: Peer) -> None:
+        """Close a connection, of which :meth:`gone` need not be called."""
+
+    @abstractmethod
+    def log(self, notes: Iterable[Note]) -> None:
+        """Append events to the run's record."""
+
+    @abstractmethod
+    def newest_term(self) -> int | None:
+        """Return the newest term that any server has claimed, None if it cannot be read now."""
+
+    @abstractmethod
+    def claim_term(self, least: int) -> int:
+        """Claim the next free term, ``least`` or higher, and return it."""
+
+    @abstractmethod
+    def keep_lease(self) -> None:
+        """Write the lease record with the term and the end in ``state``, unless it has this content already."""
+
     # --- incoming messages ------------------------------------------------------------------------------------------
 
-    def take(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
+    def take(self, now: float, peer: Peer, message: Mapping[str, Any]) -> None:
         """Process a message of ``peer``, a member of the run.
 
         Raises:
@@ -138,31 +98,31 @@ class Dispatch:
         """
         kind = message["kind"]
         if kind == "beat":
-            yield Send(peer, _BEAT)
+            self.send(peer, _BEAT)
         elif kind == "hello":
-            yield from self._welcome(now, peer, message)
+            self._welcome(now, peer, message)
         elif kind == "notice":
-            yield from self._noted(now, peer, message)
+            self._noted(now, peer, message)
         elif peer.refused:
-            yield _refusal(peer, peer.refused)
+            self._refuse(peer, peer.refused)
         elif peer.replica is None:
             raise BadMessage(f"{kind[:20]!r} without a hello")
         elif kind == "report":
-            yield from self._asked(now, peer, message)
+            self._asked(now, peer, message)
         elif kind == "look":
             waits = {str(number): why for number, why in missing(self.state, now).items()}
-            yield Send(peer, pack({"kind": "looked", "next": next_number(self.state), "waits": waits}))
+            self.send(peer, pack({"kind": "looked", "next": next_number(self.state), "waits": waits}))
         elif kind == "aside":
             reactions.aside(self.state, now, peer.replica)
         elif kind == "leave":
             reason = str(message.get("reason", ""))[:200]
-            yield from _logged(reactions.leaves(self.state, now, peer.replica, peer.life, reason))
+            self.log(reactions.leaves(self.state, now, peer.replica, peer.life, reason))
         else:
             raise BadMessage(f"{kind[:20]!r} is no message for the quorum server")
         if peer.replica is not None and self._leaders.get(peer.replica) is peer:
             reactions.beat(self.state, now, peer.replica)
 
-    def gone(self, now: float, peer: Peer) -> Acts[None]:
+    def gone(self, now: float, peer: Peer) -> None:
         """Note that the connection of ``peer`` has ended."""
         if peer.mends is not None:
             menders = self._menders[peer.mends]
@@ -171,9 +131,9 @@ class Dispatch:
                 reactions.mended(self.state, peer.mends)
         if peer.replica is not None and self._leaders.get(peer.replica) is peer:
             del self._leaders[peer.replica]
-            yield from _logged(reactions.lost(self.state, now, peer.replica, peer.life))
+            reactions.lost(self.state, now, peer.replica, peer.life)
 
-    def _welcome(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
+    def _welcome(self, now: float, peer: Peer, message: Mapping[str, Any]) -> None:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
         if not is_count(replica) or not is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
             raise BadMessage("a hello without replica, life, rows or known")
@@ -184,45 +144,45 @@ class Dispatch:
             notes = reactions.hello(self.state, now, replica, life, last, steps)
         except NoQuorum as error:
             peer.refused = str(error)
-            yield _refusal(peer, peer.refused)
+            self._refuse(peer, peer.refused)
             return
         previous = self._leaders.get(replica)
         peer.replica, peer.life = replica, life
         peer.rows = {int(number): value for number, value in known.items() if number.isdecimal()}
         self._leaders[replica] = peer
         if previous is not None and previous is not peer:
-            yield Close(previous, "its leader has connected again")
+            self.drop(previous)
         self._rows[replica] = (life, pack({"kind": "rows", "replica": replica, "life": life, "rows": rows}))
-        yield from _logged(notes)
+        self.log(notes)
 
-    def _asked(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
+    def _asked(self, now: float, peer: Peer, message: Mapping[str, Any]) -> None:
         report = from_json(Report, message.get("report"))
         if (report.replica, report.life) != (peer.replica, peer.life):
             raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
         try:
-            yield from _logged(reactions.report(self.state, now, report))
+            self.log(reactions.report(self.state, now, report))
         except NoQuorum as error:
-            yield _refusal(peer, str(error))
+            self._refuse(peer, str(error))
 
-    def _noted(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
+    def _noted(self, now: float, peer: Peer, message: Mapping[str, Any]) -> None:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
         if not is_count(replica) or not (is_count(life) or life == -1):
             raise BadMessage("a notice without replica or life")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
-            yield from _logged(reactions.given_up(self.state, now, replica, int(life), reason))
+            self.log(reactions.given_up(self.state, now, replica, int(life), reason))
         elif what == "mends" and is_count(life):
             peer.mends = replica
             self._menders.setdefault(replica, set()).add(peer)
-            yield from _logged(reactions.mends(self.state, now, replica, life))
+            reactions.mends(self.state, now, replica, life)
         elif what != "arriving" or not is_count(life):
             raise BadMessage("a notice without what, or without life")
         else:
-            yield from _logged(reactions.arriving(self.state, now, replica, life))
+            self.log(reactions.arriving(self.state, now, replica, life))
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> Acts[float | None]:
+    def turn(self, now: float) -> float | None:
         """Answer all reports that can be answered. Call it after messages, and at the time that its last call returned.
 
         Every ``beat_s`` seconds, it also checks that no later server exists, and that the lease record is this
@@ -234,28 +194,28 @@ class Dispatch:
         state = self.state
         if now - self._checked_at >= state.options.limits.beat_s:
             self._checked_at = now
-            if (yield from self._is_succeeded()):
+            if self._is_succeeded():
                 return None
-            yield KeepLease(state.term, state.end)
+            self.keep_lease()
         while True:
-            yield from _logged(reactions.time_passed(state, now))
-            if not (yield from self._raise_term()):
+            self.log(reactions.time_passed(state, now))
+            if not self._raise_term():
                 return None
             decision = decide(state, now)
             if decision.quorum is None and not decision.refused:
                 until = now + _IDLE_S if decision.until is None else decision.until
                 return min(until, self._checked_at + state.options.limits.beat_s)
-            if (yield from self._is_succeeded()):
+            if self._is_succeeded():
                 return None
             if decision.quorum is not None and decision.quorum.finished:
-                yield KeepLease(state.term, state.end)
-            yield from self.publish(now, decision)
+                self.keep_lease()
+            self.publish(now, decision)
 
-    def _is_succeeded(self) -> Acts[bool]:
-        newest = yield NewestTerm()
+    def _is_succeeded(self) -> bool:
+        newest = self.newest_term()
         return newest is not None and newest > self.state.term
 
-    def _raise_term(self) -> Acts[bool]:
+    def _raise_term(self) -> bool:
         """Claim a higher term if a client knows a quorum number that belongs to a higher term than this server's.
 
         Returns:
@@ -264,49 +224,41 @@ class Dispatch:
         state = self.state
         if state.needed_term() <= state.term:
             return True
-        if (yield from self._is_succeeded()):
+        if self._is_succeeded():
             return False
-        claimed = yield ClaimTerm(state.needed_term() + 1)
-        assert claimed is not None
-        state.term = claimed
-        yield KeepLease(state.term, state.end)
+        state.term = self.claim_term(state.needed_term() + 1)
+        self.keep_lease()
         return True
 
-    def publish(self, now: float, decision: Decision) -> Acts[None]:
+    def publish(self, now: float, decision: Decision) -> None:
         """Apply a decision to the state, and send it to the leaders whose reports it answers."""
         for replica in decision.refused:
             reactions.answered(self.state, replica)
             if peer := self._leaders.get(replica):
-                yield _refusal(peer, decision.reason)
+                self._refuse(peer, decision.reason)
         if decision.quorum is None:
             return
         frame = pack({"kind": "quorum", "quorum": to_json(decision.quorum)})
         for replica in decision.to:
             if peer := self._leaders.get(replica):
-                yield from self._give(peer, decision.quorum, frame)
+                self._give(peer, decision.quorum, frame)
         if decision.is_repeated:
             for replica in decision.to:
                 reactions.answered(self.state, replica)
         else:
-            yield from _logged(reactions.formed(self.state, now, decision.quorum, dict(decision.excluded)))
+            self.log(reactions.formed(self.state, now, decision.quorum, dict(decision.excluded)))
 
-    def _give(self, peer: Peer, quorum: Quorum, frame: bytes) -> Acts[None]:
+    def _give(self, peer: Peer, quorum: Quorum, frame: bytes) -> None:
         """Send a quorum, preceded by the rows of members that this leader has not received yet."""
         for member, life in quorum.lives.items():
             rows = self._rows.get(member)
             if member != peer.replica and peer.rows.get(member) != life and rows and rows[0] == life:
-                yield Send(peer, rows[1])
+                self.send(peer, rows[1])
                 peer.rows[member] = life
-        yield Send(peer, frame)
+        self.send(peer, frame)
 
-
-def _refusal(peer: Peer, reason: str) -> Send:
-    return Send(peer, pack({"kind": "none", "reason": reason}))
-
-
-def _logged(notes: Iterable[Note]) -> Acts[None]:
-    for note in notes:
-        yield Log(note)
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        self.send(peer, pack({"kind": "none", "reason": reason}))
 
 
 def _are_rows(rows: Any) -> bool:

@@ -16,12 +16,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ft.base import bounded_json, events, token
 from ft.base.errors import FtError, UserError
-from ft.job.quorum.dispatch import Act, ClaimTerm, Close, Dispatch, KeepLease, Log, NewestTerm, Peer, Send, carry_out
+from ft.base.events import Note
+from ft.job.quorum.dispatch import Dispatch, Peer
 from ft.job.quorum.state import Options
 from ft.job.quorum.values import FRAME, PURPOSE, parse_where, unpack
 from ft.net.codec import BadMessage, from_json
@@ -58,8 +60,8 @@ class Given:
     takes_over: bool = False
 
 
-class Server:
-    """I/O around :class:`ft.job.quorum.dispatch.Dispatch`: sockets, files and the clock.
+class Server(Dispatch):
+    """The dispatch with its I/O: sockets, files and the clock.
 
     Args:
         run_dir: directory of the whole run.
@@ -84,8 +86,9 @@ class Server:
         before = election.read(run_dir, QUORUM) if given.takes_over else None
         end = before.end if before is not None else None
         term, now = election.claim_next(run_dir, str(os.getpid())), time.monotonic()
-        self._dispatch, self._due = Dispatch(given.options, term, now, end), now
-        election.renew(run_dir, self._lease(term, end), QUORUM)
+        super().__init__(given.options, term, now, end)
+        self._due = now
+        election.renew(run_dir, self._lease(), QUORUM)
 
     def run(self) -> int:
         """Serve until a later server has taken over; return the exit code."""
@@ -96,7 +99,7 @@ class Server:
             for stream in gone:
                 if connection := self._connections.pop(stream, None):
                     self._lose(connection, "its connection has ended")
-            due = carry_out(self._dispatch.turn(time.monotonic()), self._do)
+            due = self.turn(time.monotonic())
             if due is None:
                 return SUCCEEDED
             self._due = due
@@ -111,44 +114,44 @@ class Server:
         connection = self._connections.setdefault(stream, Connection(stream=stream))
         try:
             said = unpack(b"".join(message.bodies))
-            carry_out(self._dispatch.take(time.monotonic(), connection, said), self._do)
+            self.take(time.monotonic(), connection, said)
         except FtError as error:
-            self._drop(connection)
+            self.drop(connection)
             self._lose(connection, str(error))
-
-    def _drop(self, connection: Connection) -> None:
-        self._connections.pop(connection.stream, None)
-        self._acceptor.drop(connection.stream)
 
     def _lose(self, connection: Connection, why: str) -> None:
         who = "" if connection.replica is None else f"replica {connection.replica} at "
         print(f"quorum server: {who}{connection.stream.address}: {why}", file=sys.stderr, flush=True)
-        carry_out(self._dispatch.gone(time.monotonic(), connection), self._do)
+        self.gone(time.monotonic(), connection)
 
-    def _do(self, act: Act) -> int | None:
-        match act:
-            case Send(Connection() as connection, frame):
-                self._acceptor.answer(connection.stream, FRAME, bodies=[frame])
-            case Close(Connection() as connection, _):
-                self._drop(connection)
-            case Log(note):
-                self._events.write(events.observed(note.name, note.values))
-            case NewestTerm():
-                with contextlib.suppress(OSError):  # a server that asks again soon
-                    return election.newest(self._run_dir)
-            case ClaimTerm(least):
-                return election.claim_next(self._run_dir, str(os.getpid()), least)
-            case KeepLease(term, end):
-                self._keep_lease(self._lease(term, end))
+    def send(self, peer: Peer, message: bytes) -> None:
+        assert isinstance(peer, Connection)
+        self._acceptor.answer(peer.stream, FRAME, bodies=[message])
+
+    def drop(self, peer: Peer) -> None:
+        assert isinstance(peer, Connection)
+        self._connections.pop(peer.stream, None)
+        self._acceptor.drop(peer.stream)
+
+    def log(self, notes: Iterable[Note]) -> None:
+        for note in notes:
+            self._events.write(events.observed(note.name, note.values))
+
+    def newest_term(self) -> int | None:
+        with contextlib.suppress(OSError):  # a server that asks again soon
+            return election.newest(self._run_dir)
         return None
 
-    def _lease(self, term: int, end: tuple[int, int] | None) -> LeaseRecord:
-        return LeaseRecord(term, 0, self._where, "", os.getpid(), end=end)
+    def claim_term(self, least: int) -> int:
+        return election.claim_next(self._run_dir, str(os.getpid()), least)
 
-    def _keep_lease(self, lease: LeaseRecord) -> None:
-        if election.read(self._run_dir, QUORUM) != lease:
+    def keep_lease(self) -> None:
+        if election.read(self._run_dir, QUORUM) != self._lease():
             with contextlib.suppress(OSError):  # a full disk; connected clients do not need the file
-                election.renew(self._run_dir, lease, QUORUM)
+                election.renew(self._run_dir, self._lease(), QUORUM)
+
+    def _lease(self) -> LeaseRecord:
+        return LeaseRecord(self.state.term, 0, self._where, "", os.getpid(), end=self.state.end)
 
 
 def parse_options(text: str) -> Given:

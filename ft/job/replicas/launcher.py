@@ -98,7 +98,6 @@ class Company:
     """Gets looks at the other replicas when one of this node takes a look. Used in a thread that may wait for storage.
 
     Args:
-        run_dir: directory of the run.
         server: returns (name of the node, pid) of the quorum server's process; the pid is 0 if it has ended; None if it
             belongs on another node.
     """

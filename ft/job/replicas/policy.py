@@ -47,7 +47,6 @@ def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
 
     Args:
         code: exit code of the agent, or -N if signal N killed it.
-        how: the same in words.
         lives: lifetimes in seconds of this replica's agents so far, the last one last.
     """
     if code in PLANNED_ENDS:

@@ -6,6 +6,7 @@ computed on copies (``ft.systems.dmr.runtime.operators``), as DMR does at run ti
 (:func:`cases`) together execute all operators of a GPT."""
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -173,7 +174,8 @@ class Probe(TorchDispatchMode):
         for _ in range(self._runs):
             _compare(finding, first, again())
         if finding.differing > before:
-            finding.deterministic = _worse(finding.deterministic, _deterministically(again, self._runs))
+            both = (finding.deterministic, _deterministically(again, self._runs))
+            finding.deterministic = max(both, key=(None, STABLE, NOT_TRIED, UNSTABLE, REFUSED).index)  # the worse one
 
 
 def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> None:
@@ -208,11 +210,6 @@ def _deterministic_algorithms() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def _worse(one: str | None, other: str) -> str:
-    order = (None, STABLE, NOT_TRIED, UNSTABLE, REFUSED)
-    return max(one, other, key=order.index)
 
 
 _MEANING = {
@@ -277,7 +274,7 @@ def as_values(outcome: Outcome) -> dict[str, Any]:
 
 
 def _row(one: Finding, *, deterministic: bool) -> tuple[str, ...]:
-    largest = max(one.shapes, key=_elements, default=())
+    largest = max(one.shapes, key=math.prod, default=())
     instead = "that is on" if deterministic else _MEANING[one.deterministic or NOT_TRIED]
     return (
         one.kind.operator,
@@ -287,13 +284,6 @@ def _row(one: Finding, *, deterministic: bool) -> tuple[str, ...]:
         f"{one.elements} of {one.output_elements}",
         instead,
     )
-
-
-def _elements(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _advice(outcome: Outcome) -> list[str]:

@@ -397,7 +397,8 @@ class SelfTest:
         for number, check in enumerate(self._plan.checks):
             _progress(f"{number + 1} of {len(self._plan.checks)}: {check.name}")
             left = self._plan.seconds - (time.monotonic() - self._began) - _RESERVE_S
-            results = [Result(SKIPPED, _left_out(left, check))]
+            why = f"it needs about {check.needs_s:.0f} s, and {max(left, 0):.0f} s are left of --minutes"
+            results = [Result(SKIPPED, f"left out for time: {why}")]
             if left >= check.needs_s:
                 limit, is_cut = min(check.limit_s, left), left < check.limit_s
                 deadline = time.monotonic() + limit
@@ -452,10 +453,6 @@ def _folder(plan: Plan) -> Path:
             return folder
     except OSError:
         return Path(tempfile.mkdtemp(prefix="ft-selftest-"))
-
-
-def _left_out(left: float, check: Check) -> str:
-    return f"left out for time: it needs about {check.needs_s:.0f} s, and {max(left, 0):.0f} s are left of --minutes"
 
 
 def _progress(text: str) -> None:

@@ -1,6 +1,6 @@
 """Stragglers in reports: ranks whose own work took persistently longer than that of others with the same work.
 
-The parts are sentences and a table from the events of a run, a heat map of ranks and time, and a table of each rank's
+The parts are a table from the events of a run, a heat map of ranks and time, and a table of each rank's
 parts of a step. A cell of the map compares the own work of one rank in one span of the run with that of the other ranks
 with the same work. The time in which a rank waits for others is no work of its own, so a straggler's row is dark and
 the rows of those that wait for it are not.
@@ -9,18 +9,19 @@ the rows of those that wait for it are not.
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from markupsafe import Markup
 
 from ft.base import events
 from ft.base.events import Event
 from ft.base.step_clock import OWN
 from ft.faults.verdict import STRAGGLER
+from ft.observe.report.status import times
 from ft.record.metrics import Span
 from ft.show import palette
+from ft.show.html import NOTHING, html, joined
 from ft.show.text import percent
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 _WIDTH, _LEFT, _TOP, _BOTTOM = 1180, 70, 8, 34
 _MOST_COLUMNS, _MOST_ROWS = 120, 64
@@ -39,7 +40,7 @@ def slow_rows(history: Sequence[Event]) -> list[tuple[str, ...]]:
             str(event.rank),
             f"{event.worker} on {events.named(event.node, hosts)}",
             str(event.step),
-            f"{_ms(event.detail.get('own_s'))} ({_times(event.detail.get('ratio'))})",
+            f"{_ms(event.detail.get('own_s'))} ({times(event.detail.get('ratio'))})",
             _ms(event.detail.get("usual_s")),
             str(event.detail.get("cause")),
             _then(event, history[at + 1 :]),
@@ -47,22 +48,6 @@ def slow_rows(history: Sequence[Event]) -> list[tuple[str, ...]]:
         for at, event in enumerate(history)
         if event.name == events.STRAGGLER_FOUND
     ]
-
-
-def sentences(stored: Any) -> list[str]:
-    """Return a sentence for each straggler in the status file of a run, by logical rank."""
-    if not isinstance(stored, dict):
-        return []
-    known = [(rank, slow) for rank, slow in stored.items() if isinstance(slow, dict) and rank.isdecimal()]
-    return [
-        f"rank {rank} ({slow.get('worker')}): its own work takes {_times(slow.get('ratio'))} as long as that of the "
-        f"others, mostly {slow.get('cause')}, after step {slow.get('step')}"
-        for rank, slow in sorted(known, key=lambda item: int(item[0]))
-    ]
-
-
-def _times(ratio: Any) -> str:
-    return f"{ratio:.2f} times" if isinstance(ratio, int | float) else "an unknown number of times"
 
 
 def _then(found: Event, later: Sequence[Event]) -> str:
@@ -82,14 +67,12 @@ def _ms(seconds: Any) -> str:
     return f"{1e3 * seconds:.1f} ms" if isinstance(seconds, int | float) else "-"
 
 
-def panel(spans: Sequence[Span]) -> "Markup":
+def panel(spans: Sequence[Span]) -> Markup:
     """Return the map and the table as HTML.
 
     Args:
         spans: the times of the run in order; at least one.
     """
-    from ft.show.html import NOTHING, html, joined  # only a report needs Jinja2, and ft status uses this module, too
-
     ratios = list(map(_ratios, spans))
     shown, left_out = _rows(ratios)
     legend = ((1.0, "as fast as the others"), (1.1, "1.1 times as long"), (1.5, "1.5 times or more"))
@@ -128,10 +111,8 @@ def _rows(ratios: Sequence[dict[int, float]]) -> tuple[list[int], int]:
     return sorted(shown), len(slowest) - len(shown)
 
 
-def _map(spans: Sequence[Span], ratios: Sequence[dict[int, float]], ranks: Sequence[int]) -> "Markup":
+def _map(spans: Sequence[Span], ratios: Sequence[dict[int, float]], ranks: Sequence[int]) -> Markup:
     """Return the map as SVG. Spans next to each other share a column if there are too many."""
-    from ft.show.html import html
-
     together = -(-len(spans) // _MOST_COLUMNS)
     groups = [range(at, min(at + together, len(spans))) for at in range(0, len(spans), together)]
     height = max(8, min(22, 420 // max(1, len(ranks))))

@@ -5,10 +5,7 @@ still be in progress: folders of replicas may be missing, and files may end in i
 
 Goodput is the share of a run's wall time that was spent on committed steps. Steps that are rolled back and computed
 again count only once. Training begins when the first epoch opens. Effective training time (FT-HSDP, section 6.1) is the
-share of the wall time that the same work would take without failures. The example there: a failure happens every 18
-minutes; a replica is then absent for 10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas
-the effective training time is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is
-(18 - 10) / 18 = 44 %.
+share of the wall time that the same work would take without failures; the paper's example is a test.
 
 The lanes of the timeline say which worker held which logical rank, which follows from the epochs, and which state each
 replica was in, which follows from the event logs and from the replicas' commit logs.
@@ -59,10 +56,9 @@ class Goodput:
             ended.
         startup: from the start of the run to the opening of the first epoch.
         productive: total time of the steps that were committed and not rolled back.
-        recovering: total of ``lost``, the time spent on recoveries.
+        recovering: from the fault to the next step, in total over the recoveries.
         other: the rest of ``wall``: repeated steps, evaluations, checkpoint saves, waiting.
         step: median time of a step, None before there is a step.
-        lost: number of a recovery -> seconds from its fault to the next step.
     """
 
     wall: float
@@ -72,7 +68,6 @@ class Goodput:
     other: float
     step: float | None
     steps: int
-    lost: dict[int, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
@@ -89,8 +84,7 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
     times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
     productive = sum(times)
     wall, startup = _spans(history, productive)
-    lost = {r.number: r.total for r in found if r.total is not None}
-    recovering = sum(lost.values())
+    recovering = sum(r.total for r in found if r.total is not None)
     return Goodput(
         wall=wall,
         startup=startup,
@@ -99,7 +93,6 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
         other=max(0.0, wall - productive - recovering),
         step=statistics.median(times) if times else None,
         steps=len(metrics),
-        lost=lost,
     )
 
 
@@ -283,7 +276,7 @@ def end_of_time(history: Sequence[Event], productive: float) -> float:
 
 @dataclass(frozen=True)
 class ReplicaInterval:
-    """A period in which a replica is in one state, in seconds since ``first_moment``.
+    """A period in which a replica is in one state, in seconds since ``Record.zero``.
 
     The states are:
     - ONLINE: the replica contributes gradients to steps.
@@ -307,13 +300,6 @@ class _Transition:
     at: float
     state: str
     when: tuple[str, ...] = ()
-
-
-def first_moment(history: Sequence[tuple[int | None, Event]], steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes of replicas start: the first event or, if earlier, the first step."""
-    times = [event.wall for _, event in history[:1]]
-    times += [step.when - step.commit.step_s for step in steps[:1]]
-    return min(times, default=0.0)
 
 
 def replica_intervals(record: "Record") -> list[ReplicaInterval]:
@@ -449,14 +435,6 @@ class Replica(run.Run):
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A vertical line across the loss curve; ``at``: its position on the horizontal axis."""
-
-    at: float
-    colour: str
-
-
-@dataclass(frozen=True)
 class Losses:
     """The loss after each step whose loss is known.
 
@@ -464,12 +442,13 @@ class Losses:
         points: (amount, loss) after each step.
         over: what the amount counts: "step", "tokens" or "samples".
         at: step -> amount at the end of that step.
+        marks: (amount, colour) at recoveries, or at failures of replicas.
     """
 
     points: list[tuple[float, float]]
     over: str
     at: dict[int, float]
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -590,7 +569,8 @@ class Record:
         """
         if not self.has_quorum:
             return origin(self.only.events)
-        return first_moment(self.history, self.steps)
+        times = [event.wall for _, event in self.history[:1]]
+        return min(times + [step.when - step.commit.step_s for step in self.steps[:1]], default=0.0)
 
     @cached_property
     def lanes(self) -> list[ReplicaInterval]:
@@ -647,7 +627,7 @@ def _replica(folder: Path, most: int | None) -> Replica:
 def _losses_of_one(only: Replica) -> Losses:
     """Return the losses over the steps, with a mark at each step that was redone after a recovery."""
     points = [(m["step"], loss) for m in only.metrics if (loss := number(m, "loss")) is not None]
-    marks = [Mark(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
+    marks = [(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]
     steps = {event.step for event in only.events if event.step is not None}
     return Losses(points, "step", {step: step for step in steps}, marks)
 
@@ -672,7 +652,7 @@ def _losses(record: Record) -> Losses:
         if loss is not None:
             points.append((amount, loss))
     failures = [one for one in record.of_kind(FAILURE) if one.first in at]
-    marks = [Mark(at[f.first], palette.FAULT) for f in failures]
+    marks = [(at[f.first], palette.FAULT) for f in failures]
     return Losses(points, "tokens" if knows else "samples", at, marks)
 
 

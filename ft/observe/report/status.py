@@ -12,7 +12,6 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event
 from ft.faults.verdict import NODE_LOST
-from ft.observe.report import ranks
 from ft.observe.report.lineage import Step
 from ft.observe.report.record import NOTHING, Record, Replica, load
 from ft.platform import election, processes
@@ -124,7 +123,7 @@ def _of_workers(run: Replica, now: float) -> Values:
         "nodes": len(stored["nodes"]) if isinstance(stored.get("nodes"), dict) else 1,
         "lacking": records.lacking(run),
         "limits": stored["limits"] if isinstance(stored.get("limits"), dict) else {},
-        "stragglers": ranks.sentences(stored.get("stragglers")),
+        "stragglers": _stragglers(stored.get("stragglers")),
         "health": health(run),
         "hosts": hosts,
         "lost": lost_nodes(run, now),
@@ -177,6 +176,22 @@ def gone(folder: Path, age: float | None, nodes: int, *, is_steady: bool = False
     if is_steady or (age is not None and age > GONE_S):
         return "no process renews the lease of the control plane: ft run has been killed, or its host is lost"
     return ""
+
+
+def _stragglers(stored: Any) -> list[str]:
+    """Return a sentence for each straggler in the status file of a run, by logical rank."""
+    known = stored.items() if isinstance(stored, dict) else ()
+    slow = [(rank, one) for rank, one in known if isinstance(one, dict) and rank.isdecimal()]
+    return [
+        f"rank {rank} ({one.get('worker')}): its own work takes {times(one.get('ratio'))} as long as that of the "
+        f"others, mostly {one.get('cause')}, after step {one.get('step')}"
+        for rank, one in sorted(slow, key=lambda item: int(item[0]))
+    ]
+
+
+def times(ratio: Any) -> str:
+    """Return a ratio that was stored of a straggler as text, such as "1.50 times"."""
+    return f"{ratio:.2f} times" if isinstance(ratio, int | float) else "an unknown number of times"
 
 
 def _gone(record: Record, found: Values) -> str:

@@ -312,8 +312,8 @@ def _draw_loss(axes, record: Record) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     _grid(axes, 5)
     axes.margins(x=0.01)
-    for mark in losses.marks:
-        axes.axvline(mark.at, color=mark.colour, linewidth=1.0, linestyle=_DASHES, alpha=0.8, zorder=1)
+    for at, colour in losses.marks:
+        axes.axvline(at, color=colour, linewidth=1.0, linestyle=_DASHES, alpha=0.8, zorder=1)
     wrong = {step for _, checked in record.corruptions for step in checked.steps} & set(losses.at)
     for step in wrong:
         axes.axvline(losses.at[step], color=palette.MISMATCH, linewidth=1.0, linestyle=":", zorder=1)

@@ -21,8 +21,6 @@ from ft.base.errors import FallbackError, UserError
 BOOST = 1.1
 """Factor of the learning rate (CheckFree, section 4.2); the code of its authors has 1.2 for its 500M model."""
 
-_HIGHEST = 100.0
-
 
 @dataclass(frozen=True)
 class Boost:
@@ -31,19 +29,10 @@ class Boost:
     Attributes:
         decay_steps: number of steps over which the factor falls linearly to 1; with 0 the factor stays the same, as in
             CheckFree, section 4.2.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
     factor: float = BOOST
     decay_steps: int = 0
-
-    def __post_init__(self):
-        if not 0.0 < self.factor <= _HIGHEST:
-            raise UserError(f"a learning rate x {self.factor}", f"give a factor above 0, up to {_HIGHEST:g}")
-        if self.decay_steps < 0:
-            raise UserError(f"a factor that decays over {self.decay_steps} steps", "give 0 (it stays) or more")
 
     def at(self, step: int, rebuilt_at: int | None) -> float:
         """Return the factor of a stage's learning rate in ``step``.
@@ -118,7 +107,7 @@ def rebuild(
             ``copy`` of the previous stage (or of the following one if there is no previous one).
 
     Raises:
-        UserError: there is no such strategy, or it cannot be applied to the available neighbours; the message names the
+        UserError: the strategy cannot be applied to the available neighbours; the message names the
             remaining ways to recover.
         FallbackError: a neighbour holds values that are not finite.
         ValueError: a norm is negative.
@@ -166,8 +155,6 @@ def weights(norm_previous: float | None, norm_following: float | None) -> tuple[
 
 def _sources(previous: Sequence[Block] | None, following: Sequence[Block] | None, strategy: str):
     """Return the neighbours that the strategy reads, after checking them."""
-    if strategy not in STRATEGIES:
-        raise UserError(f"{strategy!r} is not a strategy to rebuild a stage", f"there are: {', '.join(STRATEGIES)}")
     there = [stage for stage in (previous, following) if stage is not None]
     if not there:
         raise UserError("a stage and all its neighbours are lost, so it cannot be rebuilt", LEFT_TO_TRY)

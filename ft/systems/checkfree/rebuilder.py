@@ -225,10 +225,6 @@ class StageNorms:
         """Start the reduction of a norm that megatron-core has computed.
 
         The method may be called several times in a step: dense and expert gradients may have one norm each.
-
-        Args:
-            part: norm of this rank's part of the gradients; None if this rank has no part.
-            group: process group over which megatron-core combines the parts.
         """
         device = torch.cuda.current_device() if part is None else part.device
         squares = torch.zeros(len(self.values), dtype=torch.float32, device=device)
@@ -450,9 +446,6 @@ class CheckFreeRebuilder:
 
     def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """Take the weights of ``step`` from the data-parallel peer with logical rank ``peer``.
-
-        Returns:
-            (the trainer's position, description of the sources, the peer's envelope).
 
         Raises:
             FallbackError: the peer's weights cannot be used.

@@ -304,19 +304,12 @@ class RecoveryManager(Layer):
 
         Args:
             beside: logical ranks of the previous and the following stage.
-
-        Returns:
-            a pair as ``restore_snapshot`` returns it.
         """
         self.snapshots.begin_at(step, self.session.epoch)
         return self._keeper.rebuild(step, beside)
 
     async def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Take the weights of ``step`` from the live model of a data-parallel peer, which calls ``lend_weights``.
-
-        Returns:
-            a pair as ``restore_snapshot`` returns it.
-        """
+        """Take the weights of ``step`` from the live model of a data-parallel peer, which calls ``lend_weights``."""
         self.snapshots.begin_at(step, self.session.epoch)
         position, sources, self._envelope = self._keeper.take_weights(step, peer)
         return position, sources

@@ -30,11 +30,7 @@ class Agreement:
     """The agreement thread of one rank: it obtains and broadcasts quorums while the training thread computes.
 
     Args:
-        tree: tree over all ranks of this replica, not used for anything else.
         row: addresses of this rank, {"ring": "host:port", "fetch": "host:port"}.
-
-    Attributes:
-        is_awaited: whether the training thread waits for an answer.
     """
 
     def __init__(self, tree: Tree, row: dict[str, str]):

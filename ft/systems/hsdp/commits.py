@@ -35,13 +35,10 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     several groups could compute.
 
     Attributes:
-        step: number of the step, from 1.
-        quorum: number of the step's quorum.
         before: number of the previous step's quorum in this replica's state, 0 before the first.
         healthy: replicas whose gradients are in the step.
         behind: replicas that fetched their state during it.
         batch: samples that each healthy replica took.
-        assignment: which replica gets which samples in this step.
         positions: replica -> position in that assignment after the step.
         wall: time of the commit, in seconds since 1970.
         step_s: seconds that the step took, including retries and waits.
@@ -120,7 +117,6 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
     """Return the commits in a replica's folder in the order written; incomplete lines and unknown keys are ignored.
 
     Args:
-        folder: folder of the replica.
         most: bytes to read from the end of the file; None: all of it.
 
     Raises:
@@ -166,6 +162,7 @@ class Records:
         parameters: int | None = None,
     ) -> None:
         """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``."""
+        division = work.record()
         self._commits.write(
             Commit(
                 step=position.step,
@@ -179,15 +176,10 @@ class Records:
                 wall=round(time.time(), 6),
                 step_s=round(step_s, 6),
                 wait_s=round(wait_s, 6),
-                at=at if work.computed is None else None,
-                computed=None if work.computed is None else dict(work.computed),
+                at=None if division else at,
                 digest=digest,
                 parameters=parameters,
-                stack=work.stack,
-                owners=work.owners,
-                patch=work.patch,
-                covered=work.covered,
-                adopted=work.adopted,
+                **division,
             )
         )
         if self._replica == quorum.healthy[0]:

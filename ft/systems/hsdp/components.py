@@ -200,20 +200,9 @@ class Components:
         verifier: layer that verifies gradients before they leave the replica, if there is one.
 
     Attributes:
-        subject: model, optimizer and schedule.
-        position: the trainer's position, with the positions of all replicas' streams.
-        state: the state that replicas fetch from each other.
-        ring: connections to the same rank of the other replicas.
-        exchange: exchange of gradients through the ring.
-        work: the part of each step that this replica computes.
-        server: serves the state to replicas that are behind.
         client: client of the quorum server, on the leader (rank 0); None elsewhere.
-        agreement: agreement on a quorum among the ranks of the replica.
-        catch_up: fetches the state of another replica.
         records: log of committed steps, on the leader; None elsewhere.
-        injector: planned faults.
         votes: tree over this replica's ranks, used only for their votes and digests.
-        batch: samples that a replica takes in a step.
         save_interval: steps between checkpoints; None: no interval.
         per_token: whether megatron-core divides gradients by the number of tokens.
         doing: what the threads of this rank note for a look at a hang.

@@ -27,11 +27,6 @@ class ReplicaContext:
     """The replica that this process belongs to, and the options of the run.
 
     Attributes:
-        replica: number of the replica.
-        replicas: number of replicas of the run.
-        run_dir: directory of the whole run.
-        host: address of this node.
-        lr_scaling: how the learning rate is scaled by the number of healthy replicas.
         wait_s: seconds that an update waits for a replica that is fetching state, before it cuts the fetch off
             (:func:`ft.job.replicas.deadlines.fetch_wait`).
         comes_back: whether the replica was restarted or joins late, so that it fetches its state from the others.

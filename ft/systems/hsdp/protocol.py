@@ -62,7 +62,6 @@ class Question:
     """A rank's question for the quorum of its next step, with what the agreement thread needs to join that quorum.
 
     Attributes:
-        report: the replica's report to the quorum server; only the leader's is sent.
         is_sure: the replica computes the step already, as if the quorum were unchanged.
         ring_wait_s: seconds for which a ring may make no progress in the step.
     """
@@ -181,14 +180,11 @@ class Steps:
     """A rank's steps, from the question for a quorum to the commit. Only the training thread uses it.
 
     Args:
-        life: number of its present life, one world of worker processes.
-        has_state: whether the rank has a training state at its start.
         wait_s: seconds that an update waits for replicas that fetch the state.
         limits: time limits of rings.
         goes_on: whether this life goes on from the state of the one before, which hot-swap has restored.
 
     Attributes:
-        has_state: whether the rank has a training state.
         agreed: answer to the question of this step, None while it is not known.
         is_catching_up: whether the replica is behind, and fetches its state in this step.
     """

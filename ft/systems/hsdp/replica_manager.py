@@ -38,7 +38,6 @@ class ReplicaManager(Layer):
         load: loads the last persistent checkpoint, if no replica has a state any more. Returns False if there is no
             checkpoint; the run then starts from the beginning.
         rehearse: computes the forward and backward pass of one step and discards the result.
-        last_save: functions that write the final checkpoint of the run; None: no final checkpoint is written here.
         is_inside: hot-swap is the layer around this one: it reports failures, restores the state from copies, and runs
             the loop again in the next epoch.
     """
@@ -93,9 +92,6 @@ class ReplicaManager(Layer):
 
     def begins(self) -> bool:
         """Begin a step: ask for its quorum, and return whether this replica computes the step.
-
-        Returns:
-            True: the replica computes the step. False: it is behind, and catches up in this step (:meth:`catching_up`).
 
         Raises:
             RunIsOver: the other replicas have finished the run.

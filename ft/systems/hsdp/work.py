@@ -6,33 +6,21 @@ contributed gradients, the learning rate is scaled (FT-HSDP, section 6.2). "Core
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ft.base.errors import UserError
 from ft.job.quorum import Quorum
-from ft.systems.hsdp.place import DEFAULT, LINEAR, MODES, NONE, SQRT, ReplicaContext
+from ft.systems.hsdp.place import DEFAULT, LINEAR, NONE, ReplicaContext
 
 
 def factor(healthy: int, total: int, mode: str = DEFAULT) -> float:
-    """Return the factor of the scheduled learning rate when ``healthy`` of ``total`` replicas contributed gradients.
-
-    Raises:
-        UserError: there is no such mode.
-        ValueError: ``healthy`` is not in 1..``total``.
-    """
-    if not 1 <= healthy <= total:
-        raise ValueError(f"{healthy} healthy replicas of {total}")
+    """Return the factor of the scheduled learning rate when ``healthy`` of ``total`` replicas contributed gradients."""
     if mode == NONE:
         return 1.0
-    if mode == LINEAR:
-        return healthy / total
-    if mode == SQRT:
-        return math.sqrt(healthy / total)
-    raise UserError(f"--ft-hsdp-lr-scaling {mode!r} is unknown", f"give one of {', '.join(MODES)}")
+    return healthy / total if mode == LINEAR else math.sqrt(healthy / total)
 
 
 @contextmanager
@@ -71,25 +59,13 @@ class Work:
             attempt is proportional to it.
         is_apart: whether the gradients of the present pass (forward and backward) are only kept by this object, and the
             attempt goes on with another pass. The gradients of the last pass are exchanged.
-        stack: SPARe's S, for the commit log (:class:`ft.systems.hsdp.commits.Commit`); None without SPARe.
-        owners: the replica that has computed each shard type, for the commit log; empty without SPARe.
-        patch: shard types that replicas have computed in addition to their first S, because others were lost, for the
-            commit log; empty without SPARe.
-        covered: shard types of replicas that were lost in the step, which another one had computed among its first S,
-            for the commit log; empty without SPARe.
-        adopted: shard types in ``patch`` of which no host was present, for the commit log; empty without SPARe.
-        computed: shard type -> position of the samples that this replica has computed of it, for the commit log; None
-            without SPARe.
+        adopted: shard types that replicas have computed in addition because no host of them was present; empty without
+            SPARe.
     """
 
     units: float = 1.0
     is_apart: bool = False
-    stack: int | None = None
-    owners: tuple[int, ...] = ()
-    patch: tuple[int, ...] = ()
-    covered: tuple[int, ...] = ()
     adopted: tuple[int, ...] = ()
-    computed: Mapping[int, int] | None = None
 
     def __init__(self, place: ReplicaContext):
         self._place = place
@@ -161,6 +137,10 @@ class Work:
             tokens: number of tokens by which core divides the gradients, or None if core does not. It is set in place
                 to the number of tokens of everything that this replica adds to the step.
         """
+
+    def record(self) -> dict[str, Any]:
+        """Return how the committed step was divided, as fields of :class:`ft.systems.hsdp.commits.Commit` (SPARe)."""
+        return {}
 
     def restart(self) -> None:
         """Reset to the initial state after a checkpoint was loaded from which the run continues."""

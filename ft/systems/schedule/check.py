@@ -17,7 +17,6 @@ class ScheduleTimes(NamedTuple):
     """The result of a simulation.
 
     Attributes:
-        times: unit -> (start, end).
         free: unit -> time from which on its stage can run the next unit.
     """
 

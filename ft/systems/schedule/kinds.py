@@ -283,7 +283,6 @@ class _Merging:
         left: the remaining units of each pass in reverse order, so that the next unit is the last one.
 
     Attributes:
-        order: the units that the stage has run.
         free: time at which the stage has finished its last unit.
     """
 

@@ -149,6 +149,7 @@ class StackedWork(Work):
         self._away: tuple[int, ...] = ()  # lost groups that the controller counts as alive, see ``rearrange``
         self._noted: dict[str, Any] | None = None
         self._answers: dict[tuple[int, ...] | None, Shares] = {}  # for the current layout
+        self._record: dict[str, Any] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -219,18 +220,27 @@ class StackedWork(Work):
         if tokens is not None:
             self._ledger.add_tokens(tokens)
 
+    def record(self) -> dict[str, Any]:
+        return self._record
+
     def failed(self) -> None:
         self._ledger.settle()
         self.is_apart = False
 
     def committed(self, quorum: Quorum) -> None:
         mine = self._ledger.added if self._group in quorum.healthy else ()
-        self.computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
+        computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
         self._ledger.clear()
         shares, planned = self._divided(quorum), self._divided(None)
-        self.stack, self.owners, self.adopted = self._controller.stack, shares.owners, shares.adopted
-        self.patch = shares.patch
-        self.covered = tuple(kind for kind in shares.moved_from(planned) if kind not in self.patch)
+        self.adopted = shares.adopted
+        self._record = {
+            "stack": self._controller.stack,
+            "owners": shares.owners,
+            "patch": shares.patch,
+            "covered": tuple(kind for kind in shares.moved_from(planned) if kind not in shares.patch),
+            "adopted": shares.adopted,
+            "computed": computed,
+        }
         self._away = rearrange(self._controller, quorum.healthy)
         self._note()
         self._reseed(self._position.step + 1)

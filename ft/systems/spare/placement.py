@@ -88,8 +88,6 @@ def steps_between(period_s: float, save_s: float, step_s: float) -> int:
 
     Args:
         period_s: seconds from the end of a checkpoint to the end of the next (SPARe, formula (1)).
-        save_s: duration of a checkpoint in seconds.
-        step_s: duration of a step in seconds.
     """
     return max(1, round((period_s - save_s) / step_s))
 
@@ -99,7 +97,6 @@ def read(path: str | os.PathLike, groups: int) -> RunPlan:
 
     Args:
         path: the output of ``ft plan buy --spare-plan``; it may be for several numbers of groups.
-        groups: number of groups.
 
     Raises:
         UserError: the file cannot be read, is not such an output, is for other numbers of groups, or recommends

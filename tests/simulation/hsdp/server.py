@@ -7,14 +7,13 @@ starts with the client's greeting, so that messages may arrive twice, late, and 
 """
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import FtError
 from ft.job.quorum.decide import Decision
-from ft.job.quorum.dispatch import Act, Acts, ClaimTerm, Close, Dispatch, KeepLease, NewestTerm, Peer, Send, carry_out
-from ft.job.quorum.state import Options, State
-from ft.job.quorum.values import Quorum, pack, unpack
+from ft.job.quorum.dispatch import Dispatch, Peer
+from ft.job.quorum.state import Options
+from ft.job.quorum.values import pack, unpack
 from tests.simulation.engine import Lane
 
 if TYPE_CHECKING:
@@ -138,11 +137,7 @@ class Connection(Peer):
         self._send(self._down, self._at_client, frame)
 
     def closed_by_client(self, heard: bool) -> None:
-        """Close the connection.
-
-        Args:
-            heard: whether the server observes the close. False models a client that gives up a dead network.
-        """
+        """Close the connection. If it is not ``heard``, the client gives up a dead network."""
         self._is_open = False
         if heard:
             self._send(self._up, self._end_at_server, None)
@@ -179,20 +174,7 @@ class Connection(Peer):
 # --- server -----------------------------------------------------------------------------------------------------------
 
 
-class _CheckedDispatch(Dispatch):
-    """The production dispatch; ``formed`` is called with every new quorum, before it is applied."""
-
-    def __init__(self, formed: Callable[[Quorum], None], *arguments: Any):
-        super().__init__(*arguments)
-        self._formed = formed
-
-    def publish(self, now: float, decision: Decision) -> Acts[None]:
-        if decision.quorum is not None and not decision.is_repeated:
-            self._formed(decision.quorum)
-        yield from super().publish(now, decision)
-
-
-class Server:
+class Server(Dispatch):
     """A simulated quorum server process, corresponding to ``ft.job.quorum.server.Server``.
 
     Args:
@@ -209,16 +191,11 @@ class Server:
     """
 
     def __init__(self, world: "World", term: int, options: Options, end: tuple[int, int] | None):
+        super().__init__(options, term, world.time.now, end)
         self.world, self.is_alive, self.awake_at = world, True, 0.0
         self.connections: list[Connection] = []
         self.furthest = 0
-        self._dispatch = _CheckedDispatch(lambda quorum: world.formed(self, quorum), options, term, world.time.now, end)
         self._next_at = math.inf
-
-    @property
-    def state(self) -> State:
-        """Return the data of the dispatch about the replicas and the last quorum."""
-        return self._dispatch.state
 
     @property
     def term(self) -> int:
@@ -251,7 +228,7 @@ class Server:
     def _take(self, connection: "Connection", message: dict[str, Any]) -> None:
         if connection in self.connections:
             try:
-                carry_out(self._dispatch.take(self.world.time.now, connection, message), self._do)
+                self.take(self.world.time.now, connection, message)
             except FtError:
                 connection.closed_by_server()
                 self._gone(connection)
@@ -259,12 +236,12 @@ class Server:
     def _gone(self, connection: "Connection") -> None:
         if connection in self.connections:
             self.connections.remove(connection)
-            carry_out(self._dispatch.gone(self.world.time.now, connection), self._do)
+            self.gone(self.world.time.now, connection)
 
     def _answer(self) -> None:
         """Run the server's loop once, and schedule its next turn for when the dispatch asks for it."""
         now = self.world.time.now
-        due = carry_out(self._dispatch.turn(now), self._do)
+        due = self.turn(now)
         if due is None:
             self.dies()
         elif due < self._next_at:
@@ -276,18 +253,29 @@ class Server:
             self._next_at = math.inf
             self._when_awake(lambda: None)
 
-    def _do(self, act: Act) -> int | None:
-        match act:
-            case Send(connection, frame):
-                connection.to_client(frame)
-            case Close(connection, _):
-                if connection in self.connections:
-                    connection.closed_by_server()
-                    self.connections.remove(connection)
-            case NewestTerm():
-                return self.world.newest_term
-            case ClaimTerm(least):
-                return self.world.claim(least)
-            case KeepLease(term, end):
-                self.world.keep_lease(self, term, end)
-        return None
+    # --- what production does with sockets and files ------------------------------------------------------------------
+
+    def publish(self, now: float, decision: Decision) -> None:
+        if decision.quorum is not None and not decision.is_repeated:
+            self.world.formed(self, decision.quorum)
+        super().publish(now, decision)
+
+    def send(self, peer: Connection, message: bytes) -> None:
+        peer.to_client(message)
+
+    def drop(self, peer: Connection) -> None:
+        if peer in self.connections:
+            peer.closed_by_server()
+            self.connections.remove(peer)
+
+    def log(self, notes: list[Any]) -> None:
+        pass
+
+    def newest_term(self) -> int:
+        return self.world.newest_term
+
+    def claim_term(self, least: int) -> int:
+        return self.world.claim(least)
+
+    def keep_lease(self) -> None:
+        self.world.keep_lease(self, self.state.term, self.state.end)

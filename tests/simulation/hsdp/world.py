@@ -120,7 +120,7 @@ class World(engine.World):
         self.standing.start()
 
     def keep_lease(self, server: Server, term: int, end: tuple[int, int] | None) -> None:
-        """Write the lease record; see :class:`ft.job.quorum.dispatch.KeepLease`."""
+        """Write the lease record; see ``ft.job.quorum.dispatch.Dispatch.keep_lease``."""
         self.standing, self.lease_term, self._lease_end = server, term, end
 
     def formed(self, server: Server, quorum: Quorum) -> None:

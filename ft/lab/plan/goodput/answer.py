@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.lab.plan.goodput.scenario import Scenario
+from ft.lab.plan.goodput.scenario import CHECKPOINTS, FEWER, Scenario
 from ft.protection.table import DOUBLE, STACKS, STAGES, SWAPPED
 from ft.show.text import count, percent, seconds
 
@@ -95,8 +95,6 @@ def answer(asked: Scenario, show: Any = None) -> Answer:
 
 def is_ours(row: Any) -> bool:
     """Return whether a row is of this project, and without DMR, which protects against something else."""
-    from ft.lab.plan.goodput.model import FEWER
-
     return FEWER not in row.protection.names and DOUBLE not in row.protection.names
 
 
@@ -109,8 +107,6 @@ def recommended(rows: Sequence[Any]) -> Any:
 
 
 def _reason(asked: Scenario, rows: Sequence[Any], best: Any) -> str:
-    from ft.lab.plan.goodput.model import CHECKPOINTS
-
     if not math.isfinite(best.paid):
         return (
             f"Nothing trains: with a failure every {seconds(asked.mtbf_s)}, no protection gets anything done in the "
@@ -246,19 +242,11 @@ def rests_on(row: Any) -> list[str]:
         "paper checkfree), and there checkpoints at the best interval beat CheckFree at all its rates",
         SWAPPED: "CheckFree+: 5.6 % more steps, fitted to a cell of CheckFree's table 2",
         STACKS: "SPARe: stacks and patch computes by the trainer's own controller",
+        FEWER: "fewer workers: ReCoVer (arXiv 2605.11215), with the stalls and recoveries of replicas; not in this "
+        "project",
         DOUBLE: "DMR: the overhead is assumed within the 3 to 14 % of SpareTrain; ft dmr estimate has that of a model",
     }
-    found = [text for name, text in notes.items() if name in row.protection.names]
-    return [_RIVAL] if _is_rival(row) else found
-
-
-_RIVAL = "fewer workers: ReCoVer (arXiv 2605.11215), with the stalls and recoveries of replicas; not in this project"
-
-
-def _is_rival(row: Any) -> bool:
-    from ft.lab.plan.goodput.model import FEWER
-
-    return FEWER in row.protection.names
+    return [text for name, text in notes.items() if name in row.protection.names]
 
 
 def row_values(asked: Scenario, row: Any) -> dict[str, Any]:
@@ -285,7 +273,7 @@ def row_values(asked: Scenario, row: Any) -> dict[str, Any]:
         "network_per_node": row.network(asked),
         "money": money if money is not None and math.isfinite(money) else None,
         "hour_lost": row.hour_lost,
-        "corruption_caught": row.caught(),
+        "corruption_caught": made.twice,
         "shares": row.shares,
         "counts": row.totals,
         "rungs": row.rungs,

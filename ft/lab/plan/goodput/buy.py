@@ -56,9 +56,7 @@ def run(given: argparse.Namespace) -> int:
     """
     if given.init:
         return _init(Path(given.scenario or "scenario.toml"))
-    if given.plot and Path(given.plot).suffix not in DRAWN:
-        given.problems.append((f"--plot {given.plot}: this ending is unknown", f"end it in {', '.join(DRAWN)}"))
-    found = answer(scenario.read(given), progress())
+    found = answer(read(given), progress())
     if given.spare_plan:
         Path(given.spare_plan).write_text(json.dumps(spare_plan(found)) + "\n")
     if given.plot:
@@ -67,6 +65,17 @@ def run(given: argparse.Namespace) -> int:
         pareto(found, Path(given.plot))
     print(json.dumps(as_values(found)) if given.json else as_csv(found) if given.csv else as_text(found))
     return 0
+
+
+def read(given: argparse.Namespace) -> Scenario:
+    """Return the scenario of a command that can draw.
+
+    Raises:
+        UserError: the scenario or the ending of the picture is wrong.
+    """
+    if given.plot and Path(given.plot).suffix not in DRAWN:
+        given.problems.append((f"--plot {given.plot}: this ending is unknown", f"end it in {', '.join(DRAWN)}"))
+    return scenario.read(given)
 
 
 def _init(path: Path) -> int:
@@ -110,7 +119,8 @@ def as_values(found: Answer) -> dict[str, Any]:
 
 def _said(asked: Scenario) -> dict[str, str]:
     """Return the keys that have a value -> the value, as text."""
-    return {name: shown(value, KEYS[name]) for name, value in asked.values.items() if value is not None}
+    known = {name: value for name, value in asked.values.items() if value is not None}
+    return {name: shown(value, KEYS[name]) if name in KEYS else value for name, value in known.items()}
 
 
 def as_csv(found: Answer) -> str:
@@ -180,7 +190,7 @@ def _cells(asked: Scenario, row: Any, has_price: bool) -> list[str]:
         f"{memory / 1e9:,.0f} GB" if memory else "-",
         f"{row.network(asked) / 1e9:.2f} GB/s" if row.network(asked) else "-",
         percent(row.hour_lost),
-        percent(row.caught()) if row.caught() else "-",
+        percent(row.protection.twice) if row.protection.twice else "-",
     ]
     return [*cells, f"{money:,.0f}"] if has_price and money is not None else cells
 

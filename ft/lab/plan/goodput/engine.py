@@ -139,18 +139,13 @@ def begin(units: int, nodes: int, standbys: int, marks: int) -> State:
     spare_at[nodes:] = np.arange(standbys)
     spares = np.zeros(every, dtype=np.int64)
     spares[:standbys] = np.arange(nodes, every)
-    numbers = {name: np.zeros(size, dtype=np.int64) for name, size in _sizes(units, nodes, every).items()}
+    away, (vacant, gone, is_gone) = np.zeros(every, dtype=np.int64), np.zeros((3, nodes), dtype=np.int64)
+    missing, hits, is_hit = np.zeros((3, units), dtype=np.int64)
+    slots = np.where(np.arange(every) < nodes, np.arange(every), -1)
     return State(
-        real, whole, owner, np.where(np.arange(every) < nodes, np.arange(every), -1), spares, spare_at,
-        numbers["away"], np.zeros(every), numbers["vacant"], np.ones(units, dtype=np.int64), numbers["missing"],
-        np.full(units, NEVER), numbers["gone"], numbers["is_gone"], numbers["hits"], numbers["is_hit"],
-        np.full(units, marks, dtype=np.int64),
+        real, whole, owner, slots, spares, spare_at, away, np.zeros(every), vacant, np.ones(units, dtype=np.int64),
+        missing, np.full(units, NEVER), gone, is_gone, hits, is_hit, np.full(units, marks, dtype=np.int64),
     )  # fmt: skip
-
-
-def _sizes(units: int, nodes: int, every: int) -> dict[str, int]:
-    sizes = dict.fromkeys(("vacant", "gone", "is_gone"), nodes) | dict.fromkeys(("missing", "hits", "is_hit"), units)
-    return {**sizes, "away": every}
 
 
 def play(o: Options, e: Events, s: State, until: np.ndarray, found: np.ndarray) -> None:
@@ -488,16 +483,13 @@ def lose(o: Options, e: Events, s: State) -> None:
     if fell and not s.whole[ANEW] and (s.whole[UP] == 0 or s.whole[ENDS] > 0):
         s.whole[LOSSES] += 1
         roll_back(s)
+        s.whole[HITS] = len(s.up)
         for unit in range(len(s.up)):
+            s.hits[unit] = unit
             if s.up[unit]:
                 take_down(o, s, unit)
-            if s.ready[unit] == NEVER:
-                revive(o, e, s, unit)
-            else:
-                s.ready[unit] = max(s.ready[unit], s.real[NOW] + o.real[RESTART])
-    elif s.whole[ANEW] or o.whole[RETURNS]:
-        for i in range(s.whole[HITS]):
-            revive(o, e, s, s.hits[i])
+    if s.whole[ANEW] or o.whole[RETURNS]:
+        revive_all(o, e, s)
     forget(s)
     set_pace(o, s)
 
@@ -515,8 +507,22 @@ def pause(o: Options, e: Events, s: State) -> None:
     x[QUIET] = max(x[QUIET], x[NOW] + wait) if o.whole[DROPS] else max(x[QUIET], x[NOW]) + wait
 
 
+def revive_all(o: Options, e: Events, s: State) -> None:
+    """Give the units that were struck standbys, those that lack the fewest nodes first."""
+    most = 0
+    for i in range(s.whole[HITS]):
+        most = max(most, s.missing[s.hits[i]])
+    for lacking in range(most + 1):
+        for i in range(s.whole[HITS]):
+            if s.missing[s.hits[i]] == lacking:
+                revive(o, e, s, s.hits[i])
+
+
 def revive(o: Options, e: Events, s: State, unit: int) -> None:
     """Give a lost unit standbys, and begin its restart if its nodes are complete."""
+    if s.ready[unit] != NEVER:  # it has begun, with the state of units that are lost now
+        s.ready[unit] = max(s.ready[unit], s.real[NOW] + o.real[RESTART])
+        return
     whole_before = s.missing[unit]
     bad = fill(o, e, s, unit)
     if s.missing[unit] > 0:
@@ -558,7 +564,7 @@ def player() -> tuple[str, Callable[..., Any]]:
     module = sys.modules[__name__]
     options = {"_nrt": False}  # all arrays belong to the caller
     for name, function in inspect.getmembers(module, inspect.isfunction):
-        if function.__module__ == __name__ and name not in ("begin", "player", "play", "_sizes"):
+        if function.__module__ == __name__ and name not in ("begin", "player", "play"):
             register_jitable(**options)(function)
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     before = numba.config.CACHE_DIR

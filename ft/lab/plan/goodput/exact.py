@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from scipy import special, stats
+from scipy import special
 
 from ft.lab.plan.goodput import engine, model, scenario
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
@@ -42,7 +42,7 @@ def waiting(nodes: int, standbys: int, node_mtbf_s: float, repair_s: float) -> f
     In the stationary birth-and-death chain each node is away independently. The law of the repairs does not matter.
     """
     away = repair_s / (repair_s + node_mtbf_s)
-    return float(stats.binom.sf(standbys, nodes + standbys, away))
+    return float(special.bdtrc(standbys, nodes + standbys, away))
 
 
 def deadpool(mttf_s: float, cost_s: float) -> float:

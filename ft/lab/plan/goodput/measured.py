@@ -11,7 +11,9 @@ from ft.observe.report.record import goodput
 from ft.record.recoveries import REPLACED, RESTART, recoveries
 from ft.record.run import load
 
-_SACCT = "write it with sacct -a -P -o JobID,State,ElapsedRaw,NNodes > FILE"
+_SACCT = (
+    "write it with sacct -a -X -D -P -S 2026-01-01 -o JobID,State,ElapsedRaw,NNodes > FILE (without -S: only today)"
+)
 
 
 def of_run(folder: str) -> dict[str, tuple[float, str]]:
@@ -62,4 +64,6 @@ def of_sacct(path: str, repair_s: float) -> list[Cause]:
     if not failed or seconds <= 0:
         problem = f"{path} has {failed} job(s) with the state NODE_FAIL in {seconds / 3600:,.0f} node hours"
         raise UserError(problem, _SACCT)
-    return [Cause(f"node ({path}: {failed} in {seconds / 3600:,.0f} node hours)", seconds / failed, 1, 1, repair_s)]
+    return [
+        Cause(f"{path}: {failed} nodes failed in {seconds / 3600:,.0f} node hours", seconds / failed, 1, 1, repair_s)
+    ]

@@ -17,20 +17,18 @@ from scipy import special
 from ft.job.control import recovery
 from ft.job.control.recovery import decide
 from ft.lab.plan.goodput import engine
-from ft.lab.plan.goodput.scenario import Scenario
+from ft.lab.plan.goodput.scenario import CHECKPOINTS, FEWER, Scenario
 from ft.lab.plan.policy.losses import situations
 from ft.lab.plan.policy.scenario import CHECKFREE, CHECKFREE_PLUS
 from ft.lab.plan.policy.scenario import HOT_SWAP as LADDER_HOT_SWAP
 from ft.lab.plan.policy.scenario import Scenario as Fault
-from ft.lab.plan.snapshot.shards import MAIN, MOMENTS
+from ft.lab.plan.snapshot import MAIN, MOMENTS
 from ft.protection.table import CONFLICTS, DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED, TABLE
 from ft.state.placement.assign import place
 from ft.systems.spare.controller.controller import Controller
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
-CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
-"""Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 _SEARCH, _FINAL = {"numba": 4000, "interpreted": 400}, {"numba": 60_000, "interpreted": 4000}
 _ERROR = 0.0008
 _PLACED = 16_384
@@ -59,7 +57,7 @@ class Protection:
         copies: peer copies of each snapshot.
         redundancy: hosts of each shard type (SPARe), or 0.
         returns: whether lost groups return before a global restart.
-        twice: share of the steps that DMR executes twice.
+        twice: share of the steps that DMR executes twice, and so of the silent corruptions that it finds.
     """
 
     names: tuple[str, ...]
@@ -123,14 +121,14 @@ class Row:
         """Return the days that the run takes."""
         return asked.days / self.effective if self.effective > 0 else math.inf
 
-    def gpus(self, asked: Scenario) -> int:
-        """Return the GPUs that are paid for."""
-        return asked.gpus + self.spares * asked.gpus_per_node
-
     def money(self, asked: Scenario) -> float | None:
         """Return what all GPU hours of the run cost, or None without a price."""
         price = asked.price_per_gpu_hour
-        return None if price is None else price * 24.0 * self.days(asked) * self.gpus(asked)
+        return (
+            None
+            if price is None
+            else price * 24.0 * self.days(asked) * (asked.gpus + self.spares * asked.gpus_per_node)
+        )
 
     def memory(self, asked: Scenario) -> float:
         """Return the bytes of host memory of a node for snapshots and copies, two steps of each."""
@@ -142,10 +140,6 @@ class Row:
         """Return the bytes per second that a node sends for copies."""
         nodes = asked.nodes / self.protection.units
         return self.protection.copies * STATE * asked.params / nodes / asked.step_time
-
-    def caught(self) -> float:
-        """Return the share of silent corruptions that are found."""
-        return min(1.0, self.protection.twice)
 
 
 def allowed() -> Iterator[tuple[str, ...]]:
@@ -536,10 +530,33 @@ def final(asked: Scenario, row: Row) -> Row:
     """Simulate a row once more, with so many failures that the mean has a standard error of at most ``_ERROR``."""
     failures = asked.failures or _FINAL[engine.player()[0]]
     found = tuned(asked, row.protection, row.spares, failures)
+    if not asked.interval and (asked.law != "exponential" or not row.protection.returns):
+        found = simulate(asked, row.protection, row.spares, _searched(asked, found), failures)
     if asked.failures is None and found.error > _ERROR:
         more = min(16.0, (found.error / _ERROR) ** 2)
         found = simulate(asked, row.protection, row.spares, found.interval, round(more * failures))
     return found
+
+
+def _searched(asked: Scenario, row: Row) -> int:
+    """Return the best interval around that of a row, whose formula holds for losses at random moments only.
+
+    With periodic failures, say, the best checkpoint is written right before the next failure, and the useful time over
+    the interval is a saw.
+    """
+
+    @cache
+    def useful(interval: int) -> float:
+        return simulate(asked, row.protection, row.spares, interval, _SEARCH[engine.player()[0]]).effective
+
+    def climbed(at: int) -> int:
+        for finer, sign in product((1.08, 1.03, 1.01, 1.003), (1, -1)):
+            while useful(following := max(1, round(at * finer**sign))) > useful(at):
+                at = following
+        return at
+
+    begin = sorted({max(1, round(row.interval * 2.0 ** (i / 4))) for i in range(-8, 17)}, key=useful)
+    return max(map(climbed, begin[-6:]), key=useful)
 
 
 def combinations(asked: Scenario) -> list[tuple[str, ...]]:

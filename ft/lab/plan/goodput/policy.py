@@ -60,7 +60,7 @@ def add_parser(subparsers) -> None:
         "--file", metavar="FILE", help="JSON object with the flags' names as keys, such as min_replicas"
     )
     defaults = Scenario()
-    for key, (metavar, about) in FLAGS.items():
+    for key, (metavar, about, _) in FLAGS.items():
         default = getattr(defaults, key)
         shown = ",".join(default) if isinstance(default, tuple) else default
         more = "" if "default" in about or key in REPEATED or default is None else f"; default: {shown}"

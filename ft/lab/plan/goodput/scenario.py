@@ -5,7 +5,7 @@ from.
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ft.base import files, quantities
@@ -15,6 +15,8 @@ from ft.base.quantities import between, whole
 from ft.lab.plan.goodput.histories import Cause, History, history
 
 GIVEN, ASSUMED = "given", "assumed"
+CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
+"""Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 BEST = "best"
 LAWS = ("exponential", "weibull", "lognormal", "periodic", "trace")
 REPAIRS = ("exponential", "fixed", "lognormal")
@@ -144,7 +146,7 @@ REQUIRED = ("gpus", "step_time", "save_time", "restart_time")
 FILES = {
     "history": ("NAME|FILE.csv", "published failures, or recorded ones, scaled to this cluster: llama3, rsc, ..."),
     "from_run": ("DIR", "take step, save, restart and recovery times from the record of this run"),
-    "from_sacct": ("FILE", "take failures of nodes from the output of sacct -P -o JobID,State,ElapsedRaw,NNodes"),
+    "from_sacct": ("FILE", "take failures of nodes from sacct -a -X -D -P -S DATE -o JobID,State,ElapsedRaw,NNodes"),
 }
 RENAMED = {
     "mtbf_gpu": "gpu_mtbf", "mtbf_node": "node_mtbf", "node_mtbf_s": "node_mtbf", "mtbf": "gpu_mtbf",
@@ -171,7 +173,7 @@ class Scenario:
     values: Mapping[str, Any]
     origin: Mapping[str, str]
     causes: tuple[Cause, ...]
-    trace: History | None = field(default=None)
+    trace: History | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -192,10 +194,10 @@ class Scenario:
     def but(self, **values: Any) -> "Scenario":
         """Return the scenario with other values; ``scale`` multiplies every rate of failures."""
         scale = values.pop("scale", 1.0)
-        causes = [cause.scaled(scale) for cause in self.causes]
+        causes = [replace(cause, mtbf_s=cause.mtbf_s / scale) for cause in self.causes]
         if "repair_time" in values:
             ratio = values["repair_time"] / self.repair_time if self.repair_time else 0.0
-            causes = [cause.with_repair(cause.repair_s * ratio) for cause in causes]
+            causes = [replace(cause, repair_s=cause.repair_s * ratio) for cause in causes]
         return Scenario({**self.values, **values}, self.origin, tuple(causes), self.trace)
 
 
@@ -355,6 +357,7 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
     if "from_sacct" in texts:
         with problems:
             causes += measured.of_sacct(texts["from_sacct"], values["repair_time"])
+            values["from_sacct"], origin["from_sacct"] = texts["from_sacct"], f"measured ({causes[-1].name})"
     if "history" in texts:
         with problems:
             found = history(str(texts["history"]))
@@ -362,7 +365,7 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
                 trace, values["law"] = found, "trace"
             sizes = {kind: values[f"nodes_per_{kind}"] for kind in ("rack", "switch", "power")}
             causes += found.causes(values["gpus_per_node"], values["repair_time"], values["domain_repair_time"], sizes)
-            origin["gpu_mtbf"] = f"history ({found.source})"
+            values["history"], origin["history"] = str(texts["history"]), f"history ({found.source})"
     problems.refuse()
     return trace
 

@@ -6,13 +6,14 @@ The modules with numerical libraries are imported when they are needed, so that 
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ft.base.quantities import argument, whole
 from ft.lab.plan.goodput import scenario
 from ft.lab.plan.goodput.answer import row_values
-from ft.lab.plan.goodput.buy import DRAWN, LEFT_OUT, origins
+from ft.lab.plan.goodput.buy import DRAWN, LEFT_OUT, origins, read
 from ft.lab.plan.goodput.scenario import Scenario
 from ft.protection.table import HOT_SWAP, REPLICAS
 from ft.show.text import percent, seconds, table
@@ -73,12 +74,6 @@ def _paper(given: argparse.Namespace) -> int:
     return papers.run(given)
 
 
-def _read(given: argparse.Namespace) -> Scenario:
-    if given.plot and Path(given.plot).suffix not in DRAWN:
-        given.problems.append((f"--plot {given.plot}: this ending is unknown", f"end it in {', '.join(DRAWN)}"))
-    return scenario.read(given)
-
-
 def _best(asked: Scenario) -> dict[str, Any]:
     """Return name -> the best row of checkpoints alone, hot-swap with one copy, and replicas."""
     from ft.lab.plan.goodput import model
@@ -96,29 +91,27 @@ def run_spares(given: argparse.Namespace) -> int:
     Raises:
         UserError: the scenario is wrong, or the picture cannot be written.
     """
-    from ft.lab.plan.goodput import exact, model
+    asked = read(given)
+    from ft.lab.plan.goodput import exact, model  # with SciPy, which wrong input need not wait for
 
-    asked = _read(given)
-    best = _best(asked.but(spares=()))
     tries = model.standbys_to_try(asked)
-    failures = asked.failures or 20_000
-    rows = {name: [model.tuned(asked, row.protection, n, failures) for n in tries] for name, row in best.items()}
+    simulated = asked.but(failures=asked.failures or 20_000)
+    rows = {
+        name: [model.final(simulated, replace(row, spares=n)) for n in tries]
+        for name, row in _best(asked.but(spares=())).items()
+    }
     lost = sum(cause.rate(asked.nodes) * cause.taken for cause in asked.causes)
     node = asked.nodes / lost if lost else math.inf
-    waits = [exact.waiting(asked.nodes, n, node, asked.repair_time) for n in tries]
-    if given.json:
-        print(json.dumps({name: [row_values(asked, row) for row in each] for name, each in rows.items()}))
-    else:
-        head = ["standbys", "waits", *(f"{name}: useful, paid" for name in rows)]
-        lines = [
-            [str(n), percent(waits[i]), *(_cell(each, each[i]) for each in rows.values())] for i, n in enumerate(tries)
-        ]
-        print(LEFT_OUT, table(head, lines, right=range(len(head))), _SPARES, origins(asked), sep="\n\n")
-    if given.plot:
-        from ft.lab.plan.goodput.picture import curves
-
-        lines = {name: [(row.spares, row.effective) for row in each] for name, each in rows.items()}
-        curves(f"{asked.gpus:,} GPUs: standby nodes", "standby nodes", lines, Path(given.plot), log=False)
+    waits = [percent(exact.waiting(asked.nodes, n, node, asked.repair_time)) for n in tries]
+    head = ["standbys", "waits", *(f"{name}: useful, paid" for name in rows)]
+    best = {name: min(each, key=lambda row: row.paid) for name, each in rows.items()}
+    lines = [
+        [str(n), waits[i], *(f"{percent(r[i].effective)} {r[i].paid:8.4f} {_mark(r[i], best)}" for r in rows.values())]
+        for i, n in enumerate(tries)
+    ]
+    values = {name: [row_values(asked, row) for row in each] for name, each in rows.items()}
+    _show(given, asked, values, [table(head, lines, right=range(len(head))), _SPARES])
+    _draw(given, asked, "standby nodes", {name: [(row.spares, row) for row in each] for name, each in rows.items()})
     return 0
 
 
@@ -127,53 +120,58 @@ waits: share of the time in which fewer nodes than needed are whole, in the exac
 nodes. <: the fewest paid GPU hours per useful hour."""
 
 
-def _cell(rows: list[Any], row: Any) -> str:
-    mark = "<" if row is min(rows, key=lambda each: each.paid) else " "
-    return f"{percent(row.effective)} {row.paid:8.4f} {mark}"
-
-
 def run_interval(given: argparse.Namespace) -> int:
     """Print a table of the useful time for different numbers of steps between checkpoints.
 
     Raises:
         UserError: the scenario is wrong, or the picture cannot be written.
     """
-    from ft.lab.plan.goodput import exact, model
+    asked = read(given)
+    from ft.lab.plan.goodput import exact, model  # with SciPy, which wrong input need not wait for
 
-    asked = _read(given)
-    best = _best(asked.but(interval=None))
-    alone = best["checkpoints"]
-    tries = sorted({max(1, round(alone.interval * factor)) for factor in _FACTORS} | {asked.interval or alone.interval})
+    chosen = _best(asked.but(interval=None))
+    alone = chosen["checkpoints"].interval
+    tries = sorted({max(1, round(alone * factor)) for factor in _FACTORS} | {asked.interval or alone})
     failures = asked.failures or 20_000
     rows = {
         name: [model.simulate(asked, row.protection, row.spares, n, failures) for n in tries]
-        for name, row in best.items()
+        for name, row in chosen.items()
     }
     times = asked.save_time, asked.restart_time, asked.mtbf_s
-    by_formula = [exact.daly(n * asked.step_time, *times) for n in tries]
+    daly = [exact.daly(n * asked.step_time, *times) for n in tries]
     young = exact.young(asked.save_time, asked.mtbf_s) / asked.step_time
-    if given.json:
-        values = {name: [row_values(asked, row) for row in each] for name, each in rows.items()}
-        print(json.dumps({"rows": values, "daly": by_formula, "young_steps": young}))
-    else:
-        names = [f"{name}, {row.spares} standbys" for name, row in best.items()]
-        head = ["steps", "every", *names, "Daly's formula"]
-        lines = [
-            [f"{n:,}", seconds(n * asked.step_time), *(_useful(each, each[i]) for each in rows.values()), percent(daly)]
-            for i, (n, daly) in enumerate(zip(tries, by_formula, strict=True))
-        ]
-        said = f"{_DALY} Young's estimate is {young:,.0f} steps; each protection has an optimum of its own (<)."
-        print(LEFT_OUT, table(head, lines, right=range(len(head))), said, origins(asked), sep="\n\n")
-    if given.plot:
-        from ft.lab.plan.goodput.picture import curves
-
-        lines = {name: [(row.interval, row.effective) for row in each] for name, each in rows.items()}
-        curves(f"{asked.gpus:,} GPUs: checkpoints", "steps between checkpoints", lines, Path(given.plot), log=True)
+    best = {name: max(each, key=lambda row: row.effective) for name, each in rows.items()}
+    head = ["steps", "every", *(f"{name}, {row.spares} standbys" for name, row in chosen.items()), "Daly's formula"]
+    lines = [
+        [f"{n:,}", seconds(n * asked.step_time)]
+        + [f"{percent(each[i].effective)} {_mark(each[i], best)}" for each in rows.values()]
+        + [percent(daly[i])]
+        for i, n in enumerate(tries)
+    ]
+    said = f"{_DALY} Young's estimate is {young:,.0f} steps; each protection has an optimum of its own (<)."
+    values = {name: [row_values(asked, row) for row in each] for name, each in rows.items()}
+    values = {"rows": values, "daly": daly, "young_steps": young}
+    _show(given, asked, values, [table(head, lines, right=range(len(head))), said])
+    points = {name: [(row.interval, row) for row in each] for name, each in rows.items()}
+    _draw(given, asked, "steps between checkpoints", points)
     return 0
 
 
 _DALY = "Daly's formula: the exact useful time of checkpoints alone if a restart never waits for a node."
 
 
-def _useful(rows: list[Any], row: Any) -> str:
-    return percent(row.effective) + (" <" if row is max(rows, key=lambda each: each.effective) else "  ")
+def _mark(row: Any, best: dict[str, Any]) -> str:
+    return "<" if any(row is each for each in best.values()) else " "
+
+
+def _show(given: argparse.Namespace, asked: Scenario, values: Any, parts: list[str]) -> None:
+    print(json.dumps(values) if given.json else "\n\n".join([LEFT_OUT, *parts, origins(asked)]))
+
+
+def _draw(given: argparse.Namespace, asked: Scenario, label: str, rows: dict[str, list[tuple[int, Any]]]) -> None:
+    if given.plot:
+        from ft.lab.plan.goodput.picture import curves
+
+        lines = {name: [(at, row.effective) for at, row in each] for name, each in rows.items()}
+        title = f"{asked.gpus:,} GPUs: useful time by {label}"
+        curves(title, label, lines, Path(given.plot), log=label.startswith("steps"))

@@ -4,18 +4,19 @@ Each key is a flag of the command and a key of its JSON file; a flag overrides t
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base import files
 from ft.base.errors import Problems, UserError
+from ft.base.quantities import whole
 from ft.job.control.recovery import MIDDLE, PLUS
 
 HOT_SWAP, CHECKFREE, CHECKFREE_PLUS = "hot-swap", "checkfree", "checkfree-plus"
 PROTECTIONS = (HOT_SWAP, CHECKFREE, CHECKFREE_PLUS)
 NONE = "none"
-_MOST_RANKS, _MOST_REPLICAS, _MOST = 4096, 1024, 10**9
+_MOST_RANKS, _MOST_REPLICAS = 4096, 1024
 
 Lost = dict[int, frozenset[int]]
 """Number of a replica -> logical ranks."""
@@ -23,25 +24,10 @@ Lost = dict[int, frozenset[int]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job after a fault.
+    """A job after a fault; :data:`FLAGS` says what each attribute is.
 
-    Attributes:
-        tp: tensor-parallel size.
-        dp: data-parallel size of a replica.
-        pp: number of pipeline stages.
-        blocks: number of transformer layers of each stage.
-        peers: number of peer copies of each snapshot.
-        replicas: number of replicas of the model; 1: the job has no FT-HSDP.
-        min_replicas: number of replicas that a step needs.
-        spare_redundancy: number of shard types that a group hosts (SPARe); 0: off.
-        protect: the protections of ``PROTECTIONS`` that are on.
-        step: the newest committed step. Every worker holds snapshots and peer copies of this step and the one before.
-        checkpoint: step of the newest verified checkpoint, or None.
-        restarts_left: number of warm restarts that are still allowed.
-        lost: the workers that are lost, and all that they held in memory.
-        unverified: (replica, logical rank, step) of states that are unusable in that replica wherever they lie.
-        standbys: ready standbys of each replica.
-        room: further workers that each replica has devices for; None: as many as it has lost.
+    Every worker holds snapshots and peer copies of ``step``, the newest committed step, and of the one before. A lost
+    worker takes all that it held in memory with it.
     """
 
     tp: int = 1
@@ -72,33 +58,70 @@ class Scenario:
         return PLUS if CHECKFREE_PLUS in self.protect else MIDDLE if CHECKFREE in self.protect else ""
 
 
-FLAGS = {
-    "tp": ("T", "tensor-parallel size"),
-    "dp": ("D", "data-parallel size of a replica"),
-    "pp": ("P", "number of pipeline stages"),
-    "blocks": ("N,N,...", "transformer layers of each stage; default: all the same"),
-    "peers": ("K", "peer copies of each snapshot; 0: none"),
-    "replicas": ("N", "replicas of the model (FT-HSDP)"),
-    "min_replicas": ("N", "replicas that a step needs"),
-    "spare_redundancy": ("R", "shard types that a group hosts (SPARe); 0: off"),
-    "protect": ("NAME,...", f"of {', '.join(PROTECTIONS)}, or {NONE}"),
-    "step": ("S", "newest committed step; snapshots are of this step and the one before"),
-    "checkpoint": ("S", f"step of the newest verified checkpoint, or {NONE}"),
-    "restarts_left": ("N", "warm restarts that are still allowed"),
-    "lost": ("[REPLICA:]RANK,...", "logical ranks whose workers are lost, such as 3 or 1:4-7; may be repeated"),
-    "unverified": ("[REPLICA:]RANK@STEP", "a state that is unusable wherever it lies; may be repeated"),
-    "standbys": ("N", "ready standbys of each replica"),
-    "room": ("N", "further workers that a replica has devices for; default: as many as it has lost"),
+def _lost(given: Any) -> Lost:
+    found: dict[int, set[int]] = {}
+    for text in _texts(given):
+        match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)", text.replace(" ", ""))
+        if match is None:
+            raise ValueError(f"{text!r} names no logical ranks")
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            if last and int(last) < int(first):
+                raise ValueError(f"{part} goes backwards")
+            found.setdefault(int(match[1] or 0), set()).update(range(int(first), int(last or first) + 1))
+    return {replica: frozenset(ranks) for replica, ranks in found.items()}
+
+
+def _unverified(given: Any) -> frozenset[tuple[int, int, int]]:
+    matches = [re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})@(\d{1,9})", text.replace(" ", "")) for text in _texts(given)]
+    if None in matches:
+        raise ValueError("not a logical rank and a step, such as 3@100 or 1:3@100")
+    return frozenset((int(match[1] or 0), int(match[2]), int(match[3])) for match in matches if match)
+
+
+def _texts(given: Any) -> list[str]:
+    if isinstance(given, list) and all(isinstance(text, str) for text in given):
+        return given
+    raise ValueError("not a list of texts")
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list) or any(name not in (*PROTECTIONS, NONE) for name in names):
+        raise ValueError("an unknown protection")
+    return tuple(name for name in names if name != NONE)
+
+
+def _blocks(given: Any) -> tuple[int, ...]:
+    parts = given.split(",") if isinstance(given, str) else given
+    return tuple(map(whole(1), parts if isinstance(parts, list) else [parts]))
+
+
+def _checkpoint(given: Any) -> int | None:
+    return None if given in (NONE, None) else whole(0)(given)
+
+
+_SIZE, _REPLICAS, _COUNT = whole(1, _MOST_RANKS), whole(1, _MOST_REPLICAS), whole(0)
+FLAGS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "tp": ("T", "tensor-parallel size", _SIZE),
+    "dp": ("D", "data-parallel size of a replica", _SIZE),
+    "pp": ("P", "number of pipeline stages", _SIZE),
+    "blocks": ("N,N,...", "transformer layers of each stage; default: all the same", _blocks),
+    "peers": ("K", "peer copies of each snapshot; 0: none", _COUNT),
+    "replicas": ("N", "replicas of the model (FT-HSDP)", _REPLICAS),
+    "min_replicas": ("N", "replicas that a step needs", _REPLICAS),
+    "spare_redundancy": ("R", "shard types that a group hosts (SPARe); 0: off", _COUNT),
+    "protect": ("NAME,...", f"of {', '.join(PROTECTIONS)}, or {NONE}", _names),
+    "step": ("S", "newest committed step; snapshots are of this step and the one before", _COUNT),
+    "checkpoint": ("S", f"step of the newest verified checkpoint, or {NONE}", _checkpoint),
+    "restarts_left": ("N", "warm restarts that are still allowed", _COUNT),
+    "lost": ("[REPLICA:]RANK,...", "logical ranks whose workers are lost, such as 3 or 1:4-7; may be repeated", _lost),
+    "unverified": ("[REPLICA:]RANK@STEP", "a state that is unusable wherever it lies; may be repeated", _unverified),
+    "standbys": ("N", "ready standbys of each replica", _COUNT),
+    "room": ("N", "further workers that a replica has devices for; default: as many as it has lost", _COUNT),
 }
-"""Key -> metavar and help of its flag."""
+"""Key -> metavar and help of its flag, and the reader of its value, which raises ValueError."""
 REPEATED = ("lost", "unverified")
-_RANGES = {
-    **dict.fromkeys(("tp", "dp", "pp"), (1, _MOST_RANKS)),
-    "replicas": (1, _MOST_REPLICAS),
-    "min_replicas": (1, _MOST_REPLICAS),
-    **dict.fromkeys(("peers", "spare_redundancy", "step", "checkpoint", "restarts_left"), (0, _MOST)),
-    **dict.fromkeys(("standbys", "room"), (0, _MOST)),
-}
 
 
 def read(flags: Mapping[str, Any], path: str | None) -> Scenario:
@@ -119,71 +142,17 @@ def read(flags: Mapping[str, Any], path: str | None) -> Scenario:
     if unknown := sorted(map(str, given.keys() - FLAGS.keys())):
         problems.add([(f"unknown key(s) {', '.join(unknown)}", f"the keys are {', '.join(FLAGS)}")])
     values: dict[str, Any] = {}
-    for key in FLAGS.keys() & given.keys():
-        with problems:
-            values[key] = _value(key, given[key])
+    for key, (metavar, about, reader) in FLAGS.items():
+        if key in given:
+            try:
+                values[key] = reader(given[key])
+            except ValueError as error:
+                problems.add([(f"{key} {given[key]!r}: {error}", f"give {metavar}: {about}")])
     problems.refuse()
     found = Scenario(**values)
     problems.add(_problems(found))
     problems.refuse()
     return found
-
-
-def _value(key: str, given: Any) -> Any:
-    if key == "lost":
-        return _lost(_texts(key, given))
-    if key == "unverified":
-        return frozenset(_unverified(text) for text in _texts(key, given))
-    if key == "protect":
-        names = given.split(",") if isinstance(given, str) else given
-        if not isinstance(names, list) or any(name not in (*PROTECTIONS, NONE) for name in names):
-            raise UserError(f"protect {given!r}", f"give some of {', '.join(PROTECTIONS)}, or {NONE}")
-        return tuple(name for name in names if name != NONE)
-    if key == "blocks":
-        parts = given.split(",") if isinstance(given, str) else given
-        return tuple(_number(key, part, 1, _MOST) for part in (parts if isinstance(parts, list) else [parts]))
-    if key == "checkpoint" and given in (NONE, None):
-        return None
-    return _number(key, given, *_RANGES[key])
-
-
-def _number(key: str, given: Any, least: int, most: int) -> int:
-    is_number = isinstance(given, int) and not isinstance(given, bool)
-    if not is_number and not (isinstance(given, str) and re.fullmatch(r"\d{1,12}", given.strip())):
-        raise UserError(f"{key} {given!r} is no whole number", f"give {least} to {most}")
-    if not least <= int(given) <= most:
-        raise UserError(f"{key} {given}", f"give {least} to {most}")
-    return int(given)
-
-
-def _texts(key: str, given: Any) -> list[str]:
-    if isinstance(given, list) and all(isinstance(text, str) for text in given):
-        return given
-    raise UserError(f"{key} {given!r} is no list of texts", f"give {FLAGS[key][0]}, such as {_EXAMPLES[key]}")
-
-
-_EXAMPLES = {"lost": '["0:1,5", "1:4-7"]', "unverified": '["0:1@100"]'}
-
-
-def _lost(texts: list[str]) -> Lost:
-    found: dict[int, set[int]] = {}
-    for text in texts:
-        match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)", text.replace(" ", ""))
-        if match is None:
-            raise UserError(f"lost {text!r}", "give logical ranks, such as 3, or with a replica, such as 1:4-7,9")
-        for part in match[2].split(","):
-            first, _, last = part.partition("-")
-            if last and int(last) < int(first):
-                raise UserError(f"lost {text!r}: {part} goes backwards", "give logical ranks as FIRST-LAST")
-            found.setdefault(int(match[1] or 0), set()).update(range(int(first), int(last or first) + 1))
-    return {replica: frozenset(ranks) for replica, ranks in found.items()}
-
-
-def _unverified(text: str) -> tuple[int, int, int]:
-    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})@(\d{1,9})", text.replace(" ", ""))
-    if match is None:
-        raise UserError(f"unverified {text!r}", "give a logical rank and a step, such as 3@100, or 1:3@100")
-    return int(match[1] or 0), int(match[2]), int(match[3])
 
 
 def _problems(given: Scenario) -> list[tuple[str, str]]:

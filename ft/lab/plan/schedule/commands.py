@@ -50,31 +50,19 @@ def add_parser(subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument(
-        "--microbatches", type=int, required=True, metavar="M", help="number of microbatches of one iteration"
-    )
+    about = "number of microbatches of one iteration"
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help=about)
     parser.add_argument("--kind", choices=(*KINDS, BEST), default=BEST, help=f"default: {BEST}")
-    parser.add_argument(
-        "--forward", type=_NUMBER, default=1.0, metavar="X", help="time of a stage's forward; default: 1"
-    )
-    parser.add_argument(
-        "--backward",
-        type=_NUMBER,
-        metavar="X",
-        help="time of a stage's backward, in the same unit; default: twice the forward",
-    )
-    parser.add_argument("--comm", type=_NUMBER, default=0.0, metavar="X", help="of a message; default: 0")
-    parser.add_argument(
-        "--chunks",
-        type=int,
-        default=2,
-        metavar="N",
-        help="number of model chunks per stage for interleaved; default: 2",
-    )
-    most = "number of microbatches whose activations a stage may hold; default: no limit"
-    parser.add_argument("--most-in-flight", type=int, metavar="N", help=most)
-    parser.add_argument("--out", metavar="FILE", help="write the steps of every stage to this file, as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of the stages over time to this file, as PNG")
+    for name, metavar, kind, default, about in (
+        ("--forward", "X", _NUMBER, 1.0, "time of a stage's forward; default: 1"),
+        ("--backward", "X", _NUMBER, None, "time of a stage's backward, in the same unit; default: twice the forward"),
+        ("--comm", "X", _NUMBER, 0.0, "of a message; default: 0"),
+        ("--chunks", "N", int, 2, "number of model chunks per stage for interleaved; default: 2"),
+        ("--most-in-flight", "N", int, None, "microbatches whose activations a stage may hold; default: no limit"),
+        ("--out", "FILE", str, None, "write the steps of every stage to this file, as JSON"),
+        ("--plot", "FILE", str, None, "write a picture of the stages over time to this file, as PNG"),
+    ):
+        parser.add_argument(name, metavar=metavar, type=kind, default=default, help=about)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
 

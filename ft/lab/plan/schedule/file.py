@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.systems.schedule.program import NORMAL, SWAPPED, Message, Place, Program, Routes, Step, Unit, straight
 
@@ -95,51 +94,3 @@ def write(values: Mapping[str, Any], path: Path) -> None:
         path.write_text(text)
     except OSError as error:
         raise UserError(f"the schedule cannot be written: {error}", "give --out a path that can be written") from error
-
-
-def read(path: Path) -> Program:
-    """Return the program in a file, unchecked; ``ft.systems.schedule.check.check`` finds out whether it is valid.
-
-    Raises:
-        UserError: the file is not a schedule.
-    """
-    try:
-        return from_values(bounded_json.loads(files.read(path)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        problem = f"{path} is no schedule ({type(error).__name__}: {error})"
-        raise UserError(problem, "write one with ft plan schedule --out") from error
-
-
-def from_values(values: Mapping[str, Any]) -> Program:
-    """Return the program from the JSON values that ``as_values`` has returned.
-
-    Raises:
-        ValueError: the format, the version or a step is unknown.
-        KeyError: a value is missing.
-        TypeError: a value has the wrong type.
-    """
-    if (values["format"], values["version"]) != (_FORMAT, _VERSION):
-        raise ValueError(f"format {values['format']} {values['version']}, not {_FORMAT} {_VERSION}")
-    several = values["chunks"] > 1
-    ways = {
-        name: tuple(Place(*place) if several else Place(place, 0) for place in way)
-        for name, way in values["ways"].items()
-    }
-    swapped = set(values["swapped"])
-    routes = Routes([ways[SWAPPED if i in swapped else NORMAL] for i in range(values["microbatches"])])
-    return Program(
-        routes, tuple(tuple(_read_step(stage, step) for step in steps) for stage, steps in enumerate(values["steps"]))
-    )
-
-
-def _read_step(stage: int, step: Mapping[str, Any]) -> Step:
-    if step["do"] == "transfer":
-        return tuple(_read_op(stage, op) for op in step["ops"])
-    if step["do"] not in ("forward", "backward"):
-        raise ValueError(f"a step that does {step['do']!r}")
-    return Unit(stage, step["microbatch"], step.get("chunk", 0), step["do"] == "backward")
-
-
-def _read_op(stage: int, op: Mapping[str, Any]) -> Message:
-    source, target = (stage, op["peer"]) if op["op"] == "send" else (op["peer"], stage)
-    return Message(source, target, Unit(source, op["microbatch"], op.get("chunk", 0), op["what"] == _WHAT[True]))

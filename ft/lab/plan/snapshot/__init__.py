@@ -3,3 +3,6 @@
 A snapshot is a copy of one rank's training state in host memory. Peer copies of it are held by other ranks (DEADPOOL).
 The risk is the probability that a failure destroys a state together with all its copies.
 """
+
+MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4, "lion": 4, "muon": 4, "dist_muon": 4, "adaptive_muon": 8, "soap": 8}
+"""Bytes per parameter: MAIN for the fp32 main copy, MOMENTS for the fp32 tensors of each optimizer."""

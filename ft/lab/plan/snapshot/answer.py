@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ft.lab.plan.snapshot.loss import Failures, Risk, formula_1, risk
 from ft.lab.plan.snapshot.shards import Shard
 from ft.platform.slurm import NODE
+from megatron.ft_trainer.arguments.layout import Layout
 
 MONTH = 30 * 86400.0
 
@@ -19,11 +20,15 @@ class Question:
     """The planned run.
 
     Attributes:
+        grid: sizes of the parallel groups.
+        parameters: number of parameters of the whole model.
+        has_flags: whether the trainer's flags are known, not only the model's size.
         where: logical rank -> kind of failure domain ("node", "rack", ...) -> name of the rank's domain of that kind.
         groups: the data-parallel groups, as lists of logical ranks.
         shards: logical rank -> bytes of its snapshot.
         copies_complete: whether a peer copy contains a rank's whole state, and not only the part that its
             data-parallel peers lack.
+        host_memory: bytes of a node's host memory, or None.
         pcie: bytes per second between one GPU and its host.
         network: bytes per second of one node, in each direction.
         step_s: seconds of a step, None where unknown.
@@ -31,15 +36,24 @@ class Question:
         failures: how often each kind of component fails.
     """
 
+    grid: Layout
+    parameters: float
+    has_flags: bool
     where: Mapping[int, Mapping[str, str]]
     groups: Sequence[Sequence[int]]
     shards: Mapping[int, Shard]
     copies_complete: bool
+    host_memory: float | None
     pcie: float
     network: float
     step_s: float | None
     optimizer_s: float
     failures: Failures
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes."""
+        return len({kinds[NODE] for kinds in self.where.values()})
 
     @property
     def copies_carry(self) -> bool:

@@ -2,13 +2,14 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ft.lab.plan.snapshot.answer import MONTH, Answer, answer
-from ft.lab.plan.snapshot.flags import Plan, add_flags, plan_of
+from ft.lab.plan.snapshot.answer import MONTH, Answer, Question, answer
+from ft.lab.plan.snapshot.flags import add_flags, question_of
 from ft.platform.slurm import NODE
-from ft.show.text import left_out
+from ft.show.text import left_out, seconds
 
 _DESCRIPTION = """\
 Compute the cost and the remaining risk of snapshots with k peer copies of each state, for k = 1, 2, 3: host memory,
@@ -26,9 +27,6 @@ LEFT_OUT = left_out(
 )
 
 _GIB = 1 << 30
-_NODE_MEMORY, _TO_HOST = "host memory of a node", "each step, GPU to host"
-_SENT, _RECEIVED = "  sent by a node", "  received by a node"
-_PER_FAILURE, _PER_MONTH = "loss of state, per failure", "loss of state, per month"
 
 
 def add_parser(subparsers) -> None:
@@ -50,20 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the flags are invalid or contradict each other.
     """
-    plan = plan_of(arguments)
-    answers = [answer(plan.question, k) for k in plan.copies]
-    print(json.dumps(as_values(plan, answers)) if arguments.json else as_text(plan, answers))
+    question = question_of(arguments)
+    answers = [answer(question, k) for k in arguments.copies]
+    print(json.dumps(as_values(question, answers)) if arguments.json else as_text(question, answers))
     return 0
 
 
-def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
+def as_values(question: Question, answers: list[Answer]) -> dict[str, Any]:
     """Return bytes, seconds and probabilities for ``--json``."""
-    question = plan.question
     return {
-        "nodes": plan.nodes,
-        "ranks": plan.grid.world_size,
-        "layout": asdict(plan.grid),
-        "parameters": plan.parameters,
+        "nodes": question.nodes,
+        "ranks": question.grid.world_size,
+        "layout": asdict(question.grid),
+        "parameters": question.parameters,
         "window_s": question.window_s,
         "exposure_s": question.failures.window,
         "mtbf_s": dict(question.failures.mtbf),
@@ -73,7 +70,7 @@ def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
             {
                 **{key: value for key, value in asdict(found).items() if key != "risk"},
                 "memory": found.memory,
-                "fits_memory": _fits_memory(plan, found),
+                "fits_memory": _fits_memory(question, found),
                 "loss_per_failure": found.risk.per_failure,
                 "loss_per_failure_of": dict(found.risk.by_kind),
                 "loss_per_month": found.risk.within(MONTH),
@@ -84,31 +81,21 @@ def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan, answers: list[Answer]) -> str:
+def as_text(question: Question, answers: list[Answer]) -> str:
     """Return a table with a column for a run without snapshots and one per number of copies, followed by problems."""
-    rows = [("", [f"k = {found.k}" for found in answers]), *_memory(plan, answers), *_traffic(plan, answers)]
-    rows += _losses(plan, answers)
-    without = _without(plan, answers)
-    rows = [(name, [without.get(name, "-"), *cells]) for name, cells in rows]
-    first = max(len(name) for name, _ in rows)
-    widths = [max(len(row[i]) for _, row in rows) for i in range(1 + len(answers))]
-    lines = [LEFT_OUT, "", *_head(plan, answers), ""]
-    for name, cells in rows:
+    rows = [(name, none, *map(cell, answers)) for name, none, cell in _rows(question, answers)]
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [LEFT_OUT, "", *_head(question, answers), ""]
+    for name, *cells in rows:
         lines.append(f"  {name:<{first}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
-    if plan.question.copies_carry:
+    if question.copies_carry:
         lines.append(
-            "\nnone: no snapshots; every failure ends in a restart from the newest checkpoint, whose cost is in"
+            "\nnone: no snapshots; every failure ends in a restart from the newest checkpoint, whose cost is in\n"
+            "ft plan buy"
         )
-        lines.append("ft plan buy")
     for found in answers:
         lines += [f"\nk = {found.k}: {problem}" for problem in found.problems]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _without(plan: Plan, answers: list[Answer]) -> dict[str, str]:
-    """Return the table cells, by row name, of a run that restarts from checkpoints alone."""
-    cells = {"": "none", _PER_FAILURE: _chance(1.0), _PER_MONTH: _chance(_without_per_month(answers))}
-    return cells | dict.fromkeys((_NODE_MEMORY, _TO_HOST, _SENT, _RECEIVED), "0")
 
 
 def _without_per_month(answers: list[Answer]) -> float:
@@ -116,24 +103,21 @@ def _without_per_month(answers: list[Answer]) -> float:
     return replace(answers[0].risk, per_failure=1.0).within(MONTH)
 
 
-def _head(plan: Plan, answers: list[Answer]) -> list[str]:
-    question = plan.question
+def _head(question: Question, answers: list[Answer]) -> list[str]:
     kinds = dict.fromkeys(kind for place in question.where.values() for kind in place)
     counts = {kind: len({place.get(kind) for place in question.where.values()}) for kind in kinds}
-    rates = "; ".join(
-        f"each of {counts[kind]} {kind}s every {_duration(question.failures.mtbf[kind])}" for kind in kinds
-    )
-    often = answers[0].risk.rate * MONTH
+    rates = "; ".join(f"each of {counts[kind]} {kind}s every {seconds(question.failures.mtbf[kind])}" for kind in kinds)
+    often, ranks = answers[0].risk.rate * MONTH, question.grid.world_size
     shard = max(shard.owned + shard.replicated for shard in question.shards.values())
     lines = [
-        f"{plan.nodes} nodes, {plan.grid}",
-        f"{plan.parameters / 1e9:.4g} B parameters, a rank's snapshot of up to {_size(shard)}",
-        f"failures: {rates}; {often:.3g} a month; {_duration(question.failures.window)} until all copies are "
+        f"{question.nodes} nodes, {question.grid}",
+        f"{question.parameters / 1e9:.4g} B parameters, a rank's snapshot of up to {_size(shard)}",
+        f"failures: {rates}; {often:.3g} a month; {seconds(question.failures.window)} until all copies are "
         "complete again",
     ]
-    if not plan.has_flags and plan.grid.world_size > 1:
+    if not question.has_flags and ranks > 1:
         lines.append(
-            f"without the trainer's flags all {plan.grid.world_size} ranks are one data-parallel group, and each holds "
+            f"without the trainer's flags all {ranks} ranks are one data-parallel group, and each holds "
             "the whole model: give the flags of the run after the name of its script"
         )
     if not question.copies_complete:
@@ -145,56 +129,57 @@ def _head(plan: Plan, answers: list[Answer]) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
-    rows = [
-        (_NODE_MEMORY, [_size(found.memory) for found in answers]),
-        ("  own snapshots, two each", [_size(found.own) for found in answers]),
-        ("  peer copies, two each", [_size(found.copies) for found in answers]),
-    ]
-    if plan.host_memory is not None:
-        cells = ["yes" if _fits_memory(plan, found) else "NO" for found in answers]
-        rows.append((f"  fits into {_size(plan.host_memory)}", cells))
-    return rows
+_Row = tuple[str, str, Callable[[Answer], str]]
+"""Name of a row, its cell for a run that restarts from checkpoints alone, and that of a number of copies."""
 
 
-def _traffic(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
-    rows = [
-        (_TO_HOST, [_size(found.d2h) for found in answers]),
-        (_SENT, [_size(found.sent) for found in answers]),
-        (_RECEIVED, [_size(found.received) for found in answers]),
-        ("  time, overlapped", [_duration(found.transfer_s) for found in answers]),
-        ("    GPU to host", [_duration(found.d2h_s) for found in answers]),
-        ("    network", [_duration(found.network_s) for found in answers]),
+def _rows(question: Question, answers: list[Answer]) -> list[_Row]:
+    rows: list[_Row] = [
+        ("", "none", lambda found: f"k = {found.k}"),
+        ("host memory of a node", "0", lambda found: _size(found.memory)),
+        ("  own snapshots, two each", "-", lambda found: _size(found.own)),
+        ("  peer copies, two each", "-", lambda found: _size(found.copies)),
     ]
-    window = plan.question.window_s
+    if question.host_memory is not None:
+        name = f"  fits into {_size(question.host_memory)}"
+        rows.append((name, "-", lambda found: "yes" if _fits_memory(question, found) else "NO"))
+    rows += [
+        ("each step, GPU to host", "0", lambda found: _size(found.d2h)),
+        ("  sent by a node", "0", lambda found: _size(found.sent)),
+        ("  received by a node", "0", lambda found: _size(found.received)),
+        ("  time, overlapped", "-", lambda found: seconds(found.transfer_s)),
+        ("    GPU to host", "-", lambda found: seconds(found.d2h_s)),
+        ("    network", "-", lambda found: seconds(found.network_s)),
+    ]
+    window = question.window_s
     if window is None:
-        return [*rows, ("  hidden by steps of", [_duration(found.transfer_s) for found in answers])]
-    cells = [
-        f"yes, {found.transfer_s / window:.0%}" if found.fits else f"NO, {found.transfer_s / window:.0%}"
-        for found in answers
-    ]
-    return [*rows, (f"  fit into the window of {_duration(window)}", cells)]
+        rows.append(("  hidden by steps of", "-", lambda found: seconds(found.transfer_s)))
+    else:
+        name = f"  fit into the window of {seconds(window)}"
+        rows.append((name, "-", lambda f: f"{'yes' if f.fits else 'NO'}, {f.transfer_s / window:.0%}"))
+    return rows + _losses(question, answers)
 
 
-def _losses(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
-    if not plan.question.copies_carry:
-        peers = max(len(group) for group in plan.question.groups)
-        return [("loss of state", [f"if all {peers} fail"] * len(answers))]
-    rows = [(_PER_FAILURE, [_chance(found.risk.per_failure) for found in answers])]
+def _losses(question: Question, answers: list[Answer]) -> list[_Row]:
+    if not question.copies_carry:
+        peers = max(len(group) for group in question.groups)
+        return [("loss of state", "-", lambda found: f"if all {peers} fail")]
+    rows: list[_Row] = [("loss of state, per failure", _chance(1.0), lambda found: _chance(found.risk.per_failure))]
     kinds = answers[0].risk.by_kind
-    if len(kinds) > 1:
-        rows += [(f"  of a {kind}", [_chance(found.risk.by_kind[kind]) for found in answers]) for kind in kinds]
-    rows.append((_PER_MONTH, [_chance(found.risk.within(MONTH)) for found in answers]))
-    per = "step" if plan.question.step_s is not None else "window"
-    rows.append((f"formula (1), per {per}", [_chance(found.formula) for found in answers]))
-    if plan.expects_rack_failures:
-        worst = max((kind for kind in kinds if kind != NODE), key=lambda kind: 1 / plan.question.failures.mtbf[kind])
-        rows.append((f"  correlated, by {worst}", [_chance(found.correlated or 0.0) for found in answers]))
+    for kind in kinds if len(kinds) > 1 else ():
+        rows.append((f"  of a {kind}", "-", lambda found, kind=kind: _chance(found.risk.by_kind[kind])))  # type: ignore
+    never = _chance(_without_per_month(answers))
+    rows.append(("loss of state, per month", never, lambda found: _chance(found.risk.within(MONTH))))
+    per = "step" if question.step_s is not None else "window"
+    rows.append((f"formula (1), per {per}", "-", lambda found: _chance(found.formula)))
+    if domains := [kind for kind in question.failures.mtbf if kind != NODE]:
+        worst = min(domains, key=lambda kind: question.failures.mtbf[kind])
+        rows.append((f"  correlated, by {worst}", "-", lambda found: _chance(found.correlated or 0.0)))
     return rows
 
 
-def _fits_memory(plan: Plan, found: Answer) -> bool | None:
-    return None if plan.host_memory is None else found.memory <= plan.host_memory
+def _fits_memory(question: Question, found: Answer) -> bool | None:
+    return None if question.host_memory is None else found.memory <= question.host_memory
 
 
 def _size(nbytes: float) -> str:
@@ -202,13 +187,6 @@ def _size(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes / 1024:.1f} KiB"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _chance(probability: float) -> str:

@@ -1,12 +1,8 @@
-"""Define the flags of ``ft plan snapshot``, and build from them the run for which the command plans peer copies.
-
-A snapshot is a copy of one rank's training state in host memory, of which other ranks hold peer copies. A logical rank
-is a position in the parallel grid. A failure domain is a node or a set of nodes that fail together, such as a rack.
-"""
+"""The flags of ``ft plan snapshot``, and the run that they describe."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy
 
@@ -27,129 +23,60 @@ _DOMAIN_MTBF = "730d"
 _RECOVERY = "30s"  # DEADPOOL, figure 11: 17.1 to 29.8 s
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The run for which copies are planned, and further figures for the output.
+def _copies(text: str) -> list[int]:
+    return sorted({whole(1)(part) for part in text.split(",")})
 
-    Attributes:
-        question: cluster, snapshots and failure rates.
-        grid: sizes of the parallel groups.
-        nodes: number of nodes.
-        parameters: number of parameters of the whole model.
-        copies: the numbers of copies to compare.
-        host_memory: bytes of a node's host memory, or None.
-        expects_rack_failures: whether there are failure domains other than nodes.
-        has_flags: whether the trainer's flags are known, not only the model's size.
-    """
 
-    question: Question
-    grid: Layout
-    nodes: int
-    parameters: float
-    copies: list[int]
-    host_memory: float | None
-    expects_rack_failures: bool
-    has_flags: bool
+_RATE, _AMOUNT = argument(gigabytes_per_second), argument(amount)
+_FLAGS: dict[str, list[tuple[str, str, Any, Any, str]]] = {
+    "cluster": [
+        ("--gpus-per-node", "N", count(), 8, "default: 8"),
+        ("--topology", "FILE", None, None, "topology file as for ft run; its hosts, in order, are the nodes"),
+        ("--hosts", "LIST", None, "", "hosts of the topology that are the nodes: a[1-4],b7 (default: the first ones)"),
+        ("--nodes-per-rack", "N", count(), None, "number of nodes of a rack, instead of --topology"),
+        ("--host-memory", "SIZE", argument(lambda text: size(text, bare=None)), None,
+         "host memory of a node, such as 2TB, to show which numbers of copies fit into it"),
+        ("--pcie", "GB/S", _RATE, 25.0, "bandwidth of each GPU to its host (default: 25)"),
+        ("--network", "GB/S", _RATE, 25.0, "network bandwidth of a node in each direction (default: 25)"),
+    ],
+    "state": [
+        ("--params", "N", _AMOUNT, None, "parameters of the model, such as 70B, instead of the trainer's flags"),
+        ("--expert-params", "N", _AMOUNT, None, "how many of --params belong to experts (default: none)"),
+        ("--bytes-per-parameter", "N", argument(positive), None,
+         "bytes of main copy and optimizer state per parameter (default: 4 + 8 with Adam, 4 + 4 with SGD)"),
+        ("--copies", "K,...", argument(_copies), [1, 2, 3], "default: 1,2,3"),
+    ],
+    "time": [
+        ("--step-time", "TIME", duration(), None, "duration of one step"),
+        ("--optimizer-time", "TIME", duration(0.0), 0.0,
+         "part of --step-time in which the optimizer runs (default: 0)"),
+        ("--node-mtbf", "TIME", duration(), None, "mean time between failures of one node "
+         f"(default: {_GPU_MTBF_S / 86400:g}d by the number of its GPUs)"),
+        ("--domain-mtbf", "TIME", duration(), _DOMAIN_MTBF,
+         f"mean time between failures of one rack, switch, ... (default: {_DOMAIN_MTBF})"),
+        ("--recovery-time", "TIME", duration(0.0), _RECOVERY,
+         f"time until a lost node is replaced (default: {_RECOVERY})"),
+    ],
+}  # fmt: skip
+"""Title of a group -> (flag, placeholder, type, default, help) of each of its flags."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag to ``parser``; the trainer's own flags follow the name of its script, as with ``ft run``."""
-    group = parser.add_argument_group("cluster")
-    group.add_argument(
-        "--nodes", type=count(), required=True, metavar="N", help="number of nodes that train, without standbys"
-    )
-    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
-    group.add_argument(
-        "--topology", metavar="FILE", help="topology file as for ft run; its hosts, in order, are the nodes"
-    )
-    group.add_argument(
-        "--hosts",
-        default="",
-        metavar="LIST",
-        help="hosts of the topology that are the nodes: a[1-4],b7 (default: the first ones)",
-    )
-    group.add_argument(
-        "--nodes-per-rack", type=count(), metavar="N", help="number of nodes of a rack, instead of --topology"
-    )
-    group.add_argument(
-        "--host-memory",
-        type=argument(lambda text: size(text, bare=None)),
-        metavar="SIZE",
-        help="host memory of a node, such as 2TB, to show which numbers of copies fit into it",
-    )
-    group.add_argument(
-        "--pcie",
-        type=argument(gigabytes_per_second),
-        default=25.0,
-        metavar="GB/S",
-        help="bandwidth of each GPU to its host (default: 25)",
-    )
-    group.add_argument(
-        "--network",
-        type=argument(gigabytes_per_second),
-        default=25.0,
-        metavar="GB/S",
-        help="network bandwidth of a node in each direction (default: 25)",
-    )
-    group = parser.add_argument_group("state")
-    group.add_argument(
-        "--params",
-        type=argument(amount),
-        metavar="N",
-        help="number of parameters of the model, such as 70B, instead of the trainer's flags",
-    )
-    group.add_argument(
-        "--expert-params",
-        type=argument(amount),
-        metavar="N",
-        help="how many of the --params parameters belong to experts (default: none)",
-    )
-    group.add_argument(
-        "--bytes-per-parameter",
-        type=argument(positive),
-        metavar="N",
-        help="bytes of main copy and optimizer state per parameter (default: 4 + 8 with Adam, 4 + 4 with SGD)",
-    )
-    group.add_argument("--copies", type=argument(_copies), default=[1, 2, 3], metavar="K,...", help="default: 1,2,3")
-    group = parser.add_argument_group("time")
-    group.add_argument("--step-time", type=duration(), metavar="TIME", help="duration of one step")
-    group.add_argument(
-        "--optimizer-time",
-        type=duration(0.0),
-        default=0.0,
-        metavar="TIME",
-        help="part of --step-time in which the optimizer runs (default: 0)",
-    )
-    group.add_argument(
-        "--node-mtbf",
-        type=duration(),
-        metavar="TIME",
-        help=f"mean time between failures of one node (default: {_GPU_MTBF_S / 86400:g}d by the number of its GPUs)",
-    )
-    group.add_argument(
-        "--domain-mtbf",
-        type=duration(),
-        default=_DOMAIN_MTBF,
-        metavar="TIME",
-        help=f"mean time between failures of one rack, switch, ... (default: {_DOMAIN_MTBF})",
-    )
-    group.add_argument(
-        "--recovery-time",
-        type=duration(0.0),
-        default=_RECOVERY,
-        metavar="TIME",
-        help=f"time until a lost node is replaced (default: {_RECOVERY})",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of a table, with bytes and seconds"
-    )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="pretrain_gpt.py with the flags of the run"
-    )
+    about = "number of nodes that train, without standbys"
+    parser.add_argument("--nodes", type=count(), required=True, metavar="N", help=about)
+    for title, flags in _FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, metavar, kind, default, about in flags:
+            group.add_argument(name, metavar=metavar, type=kind, default=default, help=about)
+    about = "print one JSON object instead of a table, with bytes and seconds"
+    parser.add_argument("--json", action="store_true", help=about)
+    about = "pretrain_gpt.py with the flags of the run"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help=about)
 
 
-def plan_of(given: argparse.Namespace) -> Plan:
-    """Build the plan from the flags.
+def question_of(given: argparse.Namespace) -> Question:
+    """Build the question from the flags.
 
     Raises:
         UserError: the flags are invalid or contradict each other.
@@ -162,7 +89,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
     topology = read_topology(given.topology) if given.topology else None
     hosts = slurm.hosts(given.hosts) if given.hosts else []
     nodes = nodes_of(given.nodes, topology, hosts, given.nodes_per_rack)
-    where = seats(nodes, given.gpus_per_node)
+    where = {rank: nodes[rank // given.gpus_per_node] for rank in range(world)}  # as with torchrun
     if given.params is not None:
         stages = even(given.params, given.expert_params or 0.0, grid)
     else:
@@ -172,20 +99,21 @@ def plan_of(given: argparse.Namespace) -> Plan:
     kinds = {kind for node in nodes for kind in node if kind != NODE}
     node_mtbf = given.node_mtbf or _GPU_MTBF_S / given.gpus_per_node
     mtbf = {NODE: node_mtbf, **dict.fromkeys(sorted(kinds), given.domain_mtbf)}
-    question = Question(
+    return Question(
+        grid=grid,
+        parameters=sum(stage.dense * grid.tp + stage.expert * grid.etp * grid.ep for stage in stages),
+        has_flags=bool(words),
         where=where,
         groups=data_parallel_groups(grid, pipeline_first),
         shards={rank: sizes[stage] for rank, stage in enumerate(stage_of(grid, pipeline_first))},
         copies_complete=all(not shard.replicated for shard in sizes),
+        host_memory=given.host_memory,
         pcie=given.pcie * GB,
         network=given.network * GB,
         step_s=given.step_time,
         optimizer_s=given.optimizer_time,
         failures=Failures(mtbf, given.recovery_time + (given.step_time or 0.0)),
     )
-    memory = given.host_memory
-    total = sum(stage.dense * grid.tp + stage.expert * grid.etp * grid.ep for stage in stages)
-    return Plan(question, grid, given.nodes, total, given.copies, memory, bool(kinds), bool(words))
 
 
 def _options(words: list[str]) -> Options:
@@ -233,26 +161,17 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _layout(options: Options, world: int) -> Layout:
-    parallel = options.core
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
-    etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
+    core = options.core
+    grid = layout(core, core.num_layers or core.pipeline_model_parallel_size, world)
     for what, need in (
-        (f"TP {tp} x PP {pp} x CP {cp}", tp * pp * cp),
-        (f"ETP {etp} x EP {ep} x PP {pp}", etp * ep * pp),
+        (f"TP {grid.tp} x PP {grid.pp} x CP {grid.cp}", grid.tp * grid.pp * grid.cp),
+        (f"ETP {grid.etp} x EP {grid.ep} x PP {grid.pp}", grid.etp * grid.ep * grid.pp),
     ):
         if world % need:
             raise UserError(
                 f"{world} ranks (nodes x GPUs) cannot be split into {what} = {need}", f"use a multiple of {need} ranks"
             )
-    return layout(parallel, options.core.num_layers or pp, world)
-
-
-def _copies(text: str) -> list[int]:
-    return sorted({whole(1)(part) for part in text.split(",")})
+    return grid
 
 
 def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_rack: int | None) -> list[dict[str, str]]:
@@ -276,11 +195,6 @@ def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_ra
             f"there are {count} nodes, but only {len(names)} host(s)", "give more --hosts, or fewer --nodes"
         )
     return [{NODE: name, **topology.find([name], name)[1]} for name in names[:count]]
-
-
-def seats(nodes: Sequence[Mapping[str, str]], per_node: int) -> dict[int, Mapping[str, str]]:
-    """Return logical rank -> kind -> name of the failure domain; ranks fill the nodes in order, as with torchrun."""
-    return {rank: nodes[rank // per_node] for rank in range(len(nodes) * per_node)}
 
 
 def stage_of(grid: Layout, pipeline_first: bool) -> list[int]:

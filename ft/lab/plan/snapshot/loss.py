@@ -43,11 +43,6 @@ def formula_1(shards: int, p: float, k: int) -> float:
     return min(1.0, shards * p ** (k + 1))
 
 
-def over(steps: float, per_step: float) -> float:
-    """Return the probability of at least one loss in ``steps`` steps."""
-    return 1.0 if per_step >= 1 else -math.expm1(steps * math.log1p(-per_step))
-
-
 @dataclass(frozen=True)
 class Failures:
     """How often each kind of component fails.

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ft.base.errors import UserError
+from ft.lab.plan.snapshot import MAIN, MOMENTS
 from megatron.ft_trainer.arguments.layout import Layout, expanded
 
 if TYPE_CHECKING:
     from megatron.ft_trainer.arguments import Options
-
-MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4, "lion": 4, "muon": 4, "dist_muon": 4, "adaptive_muon": 8, "soap": 8}
-"""Bytes per parameter: MAIN for the fp32 main copy, MOMENTS for the fp32 tensors of each optimizer."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,4 @@
-"""Implement ``ft plan spare``: ``theory``, ``place`` and ``reorder``, one subcommand for each question about SPARe.
-
-SPARe protects data-parallel training: each part (shard type) of a step's data is hosted by several of N groups of
-ranks, and the redundancy is the number of hosts of a type. A ruler is a list of marks: group w hosts type
-(w + mark) mod N for each of them. Each group computes the first S types of its stack, an ordered list of the types that
-it hosts. After a loss of groups the controller increases S or reorders stacks, so that the survivors still compute
-every type. Types that are missing in the interrupted step are computed additionally in this step (patch compute). If
-all hosts of a type are lost, this is a wipe-out.
-"""
+"""Implement ``ft plan spare``: ``theory``, ``place`` and ``reorder``, one subcommand for each question about SPARe."""
 
 import argparse
 import json
@@ -32,35 +24,52 @@ Numbers of groups and redundancies may be ranges (2..12) and lists (200,600); th
 pair."""
 
 
+_THEORY = """\
+Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
+lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
+(8)."""
+_PLACE = """\
+Compute a ruler with which two types share at most one group: group w hosts type (w + mark) mod N for each mark. The
+ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
+_REORDER = """\
+Show what the controller decides when some groups of the initial layout are lost at once: the stack S after which groups
+take part in the all-reduce, the types that move into the first S positions of a group, and the types that have to be
+computed additionally in the interrupted step."""
+
+
 def add_parser(subparsers) -> None:
     """Add ``spare`` with its subcommands."""
-    nested = add_group(
-        subparsers,
-        "spare",
-        (),
-        command="ft plan",
-        help="plan the redundancy of SPARe: failures endured, stacks computed, placement, reordering",
-        description=_DESCRIPTION,
+    about = "plan the redundancy of SPARe: failures endured, stacks computed, placement, reordering"
+    nested = add_group(subparsers, "spare", (), command="ft plan", help=about, description=_DESCRIPTION)
+    theory_, place, reorder = (
+        _subcommand(nested, name, main, help, description)
+        for name, main, help, description in (
+            ("theory", run_theory, "failures endured and stacks per step, by the formulas of the paper", _THEORY),
+            ("place", run_place, "compute the ruler that places the types, and the resulting layout", _PLACE),
+            ("reorder", run_reorder, "show stack, moves and patch computes after a loss of groups", _REORDER),
+        )
     )
-    for add in (_add_theory, _add_place, _add_reorder):
-        add(nested)
+    number = argument(whole(-(10**18), 10**18))
+    theory_.add_argument("--failures", type=number, metavar="K", help="number of earlier failures, for rho")
+    place.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use these marks, after a check")
+    place.add_argument("--out", metavar="FILE", help="write the initial order of every group to this file, as JSON")
+    about = "groups, from 0, or ranges"
+    reorder.add_argument("--failed", type=several, required=True, metavar="A,B,...", help=about)
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add ``--groups``, ``--redundancy`` and ``--json``."""
-    parser.add_argument(
-        "--groups",
-        type=several,
-        required=True,
-        metavar="N",
-        help="number of groups, which is also the number of shard types",
-    )
-    parser.add_argument(
-        "--redundancy", type=several, required=True, metavar="R", help="number of hosts of each shard type"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of a table: one object, or a list of objects"
-    )
+def _subcommand(nested, name: str, main: Any, help: str, description: str) -> argparse.ArgumentParser:
+    """Add a subcommand with ``--groups``, ``--redundancy`` and ``--json``."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = nested.add_parser(name, help=help, description=description, formatter_class=raw)
+    for flag, metavar, about in (
+        ("--groups", "N", "number of groups, which is also the number of shard types"),
+        ("--redundancy", "R", "number of hosts of each shard type"),
+    ):
+        parser.add_argument(flag, type=several, required=True, metavar=metavar, help=about)
+    about = "print JSON instead of a table: one object, or a list of objects"
+    parser.add_argument("--json", action="store_true", help=about)
+    parser.set_defaults(main=main)
+    return parser
 
 
 def _sizes(given: argparse.Namespace) -> list[tuple[int, int]]:
@@ -73,29 +82,9 @@ def _as_json(given: argparse.Namespace, answers: Sequence[dict[str, Any]]) -> st
     return json.dumps(answers[0] if len(_sizes(given)) == 1 else list(answers))
 
 
-_THEORY = """\
-Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
-lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
-(8)."""
-
 _THEORY_OUT = left_out(
     "groups that return before a wipe-out", "bursts of failures", "failures during restarts", "jitter"
 )
-
-_NUMBER = argument(whole(-(10**18), 10**18))
-
-
-def _add_theory(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "theory",
-        help="failures endured and stacks per step, by the formulas of the paper",
-        description=_THEORY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_sizes(parser)
-    parser.add_argument("--failures", type=_NUMBER, metavar="K", help="number of earlier failures, for rho")
-    parser.set_defaults(main=run_theory)
 
 
 def run_theory(given: argparse.Namespace) -> int:
@@ -125,26 +114,7 @@ def _theory_text(given: argparse.Namespace, answers: list[dict[str, Any]]) -> st
     return table(head, rows, right=range(len(head)))
 
 
-_PLACE = """\
-Compute a ruler with which two types share at most one group: group w hosts type (w + mark) mod N for each mark. The
-ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
-
-
 _PLACE_OUT = left_out("failure domains: the hosts of a type may share a rack or a switch")
-
-
-def _add_place(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "place",
-        help="compute the ruler that places the types, and the resulting layout",
-        description=_PLACE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_sizes(parser)
-    parser.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use these marks, after a check")
-    parser.add_argument("--out", metavar="FILE", help="write the initial order of every group to this file, as JSON")
-    parser.set_defaults(main=run_place)
 
 
 def run_place(given: argparse.Namespace) -> int:
@@ -200,29 +170,11 @@ def _place_text(placements: list[Placement]) -> str:
     return table(head, rows, right=range(4))
 
 
-_REORDER = """\
-Show what the controller decides when some groups of the initial layout are lost at once: the stack S after which groups
-take part in the all-reduce, the types that move into the first S positions of a group, and the types that have to be
-computed additionally in the interrupted step."""
-
 _REORDER_OUT = left_out(
     "groups that return", "what a run does in a wipe-out: other groups compute the types, and nothing restarts"
 )
 _PHASES = ("0, the orders remain valid", "1, a deeper stack was enough", "2, types were moved")
 _WIDTH = 100
-
-
-def _add_reorder(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "reorder",
-        help="show stack, moves and patch computes after a loss of groups",
-        description=_REORDER,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_sizes(parser)
-    parser.add_argument("--failed", type=several, required=True, metavar="A,B,...", help="groups, from 0, or ranges")
-    parser.set_defaults(main=run_reorder)
 
 
 def run_reorder(given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Closed forms of the SPARe paper (sections 2.2 and 4), which ``ft plan spare theory`` shows.
+"""Closed forms of the SPARe paper (sections 2.2 and 4), which ``ft plan spare theory`` shows, and its Monte Carlo.
 
 A number in parentheses is the number of the formula in the paper. N groups (replicas of the model) compute N shard
 types (parts of a global batch), and each type is hosted by r groups (r is the redundancy). A group computes S types
@@ -10,7 +10,11 @@ the current step.
 import math
 from typing import Any
 
+import numpy as np
+
 from ft.base.errors import UserError
+from ft.systems.spare.controller.controller import engine, initial, state_of
+from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import check_size
 
 EULER_GAMMA = 0.57721566490153286
@@ -110,4 +114,28 @@ def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[st
     }
     if failures is not None:
         found["rho"] = rho(groups, failures)
+    return found
+
+
+def trials(placement: Placement, number: int, seed: int, accelerate: bool | None = None) -> np.ndarray:
+    """Let groups fail one after the other in random order up to the wipe-out, handled by SPARe's controller.
+
+    Args:
+        placement: the placement of shard types.
+        number: number of trials.
+        seed: seed of the orders in which groups fail; the first trials are the same for any number of trials.
+        accelerate: whether to compile the controller with numba; None: if numba is installed. The results are the same.
+
+    Returns:
+        int64 [number, 3]: for each trial the failures, including the one that causes the wipe-out, the sum of S before
+        each failure, and the number of patch computes.
+    """
+    chosen = engine(accelerate)
+    made, first = state_of(placement, chosen), initial(placement, chosen)
+    one, counts = chosen.numbers([0]), chosen.numbers([0, 0, 0])
+    rng = np.random.default_rng(seed)
+    found = np.empty((number, 3), dtype=np.int64)
+    for i in range(number):
+        chosen.trial(made, first, chosen.numbers(rng.permutation(placement.groups)), one, counts)
+        found[i] = counts
     return found

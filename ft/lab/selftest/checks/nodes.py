@@ -140,7 +140,8 @@ def storage(context: Context) -> tuple[str, Measured]:
     """Measure writes, renames and leases in the run folder, and on several nodes how late they see a renewal."""
     folder = Path(context.run_dir) / f"storage-{context.node}"
     if context.planted:
-        folder = _below_a_file(context.scratch)
+        (context.scratch / "file").touch()
+        folder = context.scratch / "file" / "below"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         measured = _measure(folder)
@@ -161,11 +162,6 @@ def storage(context: Context) -> tuple[str, Measured]:
     parts += [f"{measured['write_mb_s']:.0f} MB/s"]
     parts += [f"seen by other nodes in {seconds(measured['seen_s'])}"] if "seen_s" in measured else []
     return ", ".join(parts), measured
-
-
-def _below_a_file(scratch: Path) -> Path:
-    (scratch / "file").touch()
-    return scratch / "file" / "below"
 
 
 def _measure(folder: Path) -> Measured:

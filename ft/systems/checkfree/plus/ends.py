@@ -210,10 +210,6 @@ def end_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
 def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:
     """Return the ranks [original, copy] of every pipeline of the run, in an order that is the same on all ranks.
 
-    Args:
-        pipeline: the pipeline-parallel process group of this rank.
-        stages: the stages of original and copy.
-
     Raises:
         UserError: core has assigned the ranks to the process grid in an unknown order.
     """
@@ -294,7 +290,6 @@ def reset_moments(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
     as on a rank that has received only the weights. The model's weights are unchanged.
 
     Args:
-        optimizer: megatron-core's optimizer.
         params: parameters of the model; those that this rank's optimizer does not update are skipped.
     """
     params = list(params)

@@ -151,7 +151,9 @@ def problems(plan: Plan) -> Iterator[str]:
         elif how.set in (D_INTER, D_INTRA):
             if how.window not in windows:
                 yield f"operator {op.id!r} is deferred to a window {how.window!r} that the plan does not list"
-            elif how.agc_segment is not None and op.id not in _members(plan, how.agc_segment):
+            elif how.agc_segment is not None and not (
+                how.agc_segment in plan.segments and op.id in plan.segments[how.agc_segment].ops
+            ):
                 yield f"operator {op.id!r} is assigned to the AGC segment {how.agc_segment!r}, which does not list it"
             else:
                 yield from _deferral_problems(op, how.set, windows[how.window], changes)
@@ -181,10 +183,6 @@ def _wrong_set(op: Operator, how: Assignment) -> Iterator[str]:
         yield f"{name} changes what it reads, and must be verified at once"
     if how.set not in (D_INTER, D_INTRA) and (how.window or how.agc_segment) is not None:
         yield f"{name} is in set {how.set}, and has a window or an AGC segment besides"
-
-
-def _members(plan: Plan, segment: str) -> tuple[str, ...]:
-    return plan.segments[segment].ops if segment in plan.segments else ()
 
 
 def _deferral_problems(op: Operator, assigned: str, window: Window, changes: Changes) -> Iterator[str]:
@@ -242,8 +240,8 @@ def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tu
     for op in plan.trace.ops:
         how = plan.assign.get(op.id)
         if how is not None and how.window in windows:
-            keeps = op.tensors if how.agc_segment is None else _kept(plan, how.agc_segment)
-            for name in keeps:
+            segment = plan.segments.get(how.agc_segment or "")
+            for name in segment.keeps if segment else () if how.agc_segment else op.tensors:
                 key = (op.stage, name)
                 until[key] = max(until.get(key, 0.0), windows[how.window].end_us)
     changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -257,10 +255,6 @@ def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tu
             changes[stage].append((at, live - before))
             before = live
     return changes
-
-
-def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
-    return plan.segments[segment].keeps if segment in plan.segments else ()
 
 
 def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:

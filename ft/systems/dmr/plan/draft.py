@@ -158,17 +158,17 @@ class Draft:
         self.otherwise: dict[str, Assignment] = {}
         self.segments: dict[str, AgcSegment] = {}
         self._changes = _changes(self.ops)
-        self._deferrable = {op.id for op in self.ops if self._is_worth_deferring(op)}
+        self._deferrable = {
+            op.id
+            for op in self.ops
+            if op.deterministic and not self.at_once(op) and (op.check_us > op.defer_us or not op.defer_us)
+        }
         self._drained = min((op.start_us for op in self.ops if op.phase == OPTIMIZER), default=float("inf"))
 
     def at_once(self, op: Operator) -> bool:
         """Return whether the operator has to be verified when it is executed, because it changes its inputs or belongs
         to the optimizer."""
         return bool(op.mutates) or op.phase == OPTIMIZER
-
-    def _is_worth_deferring(self, op: Operator) -> bool:
-        verifiable = op.deterministic and not self.at_once(op)
-        return verifiable and (op.check_us > op.defer_us or not op.defer_us)
 
     def open(self, op: Operator) -> bool:
         """Return whether the operator may be deferred and is not assigned yet."""

@@ -1,24 +1,9 @@
 """Read, check and write the trace and plan files of DMR: one JSON object with times in microseconds and sizes in bytes.
 
-The fields of a trace file:
-
-- ``version``, and ``fingerprint`` with the properties of the run (FINGERPRINT).
-- ``ops``: each has ``id``, ``name``, ``phase``, ``t0_us`` and ``t_us``, and optionally ``stage``, ``microbatch``,
-  ``layer``, ``chunk``, ``in_ids``, ``out_ids``, ``mutates``, ``rng``, ``deterministic``, ``compare_us``, ``defer_us``,
-  ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``).
-- ``tensors``: each has ``id``, ``bytes``, and ``free_us`` unless it outlives the iteration.
-- ``windows``: each has ``id``, ``t0_us``, ``dur_us`` and ``kind``, and optionally ``stage`` and ``dynamic``.
-- ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` (bytes in use from then on) for each
-  change.
-- ``schedule``: the fields of ``Pipeline``, or null. ``early_stop``: as in ``Trace``.
-
-A plan file is a trace file with these additions:
-
-- ``assign``: operator id -> ``set``, the way of verification (``ft.systems.dmr.plan.trace.SETS``). Operators in the
-  sets D_inter and D_intra, whose second execution is deferred to an idle time (a window), also have ``window`` and, if
-  they are executed again as part of a sequence of operators (an AGC segment), ``agc_segment``.
-- ``agc_segments``: the fields of ``AgcSegment``, for each segment.
-- ``predicted`` and ``phases``: the fields of ``Predicted``, for the whole plan and after each phase of planning.
+A trace file has ``version``, and the fields of ``Trace``: ``ops``, ``tensors`` and ``windows`` are lists of the records
+in ``ft.systems.dmr.plan.trace``; ``memory.timeline`` is a list of ``stage``, ``t_us`` and ``live`` (bytes in use from
+then on) for each change; the pipeline is called ``schedule``. A plan file has the fields of ``Plan`` besides; the AGC
+segments are called ``agc_segments``.
 """
 
 import json

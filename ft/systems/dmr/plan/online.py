@@ -31,15 +31,13 @@ class Waiting:
     """The queue of deferred verifications (entries), in the order of their arrival. Every method that returns entries
     removes them from the queue. ``held``: memory that is kept for all entries, in bytes."""
 
-    def __init__(self, entries: Iterable[Entry] = ()):
+    def __init__(self):
         self._entries: dict[Any, Entry] = {}
         self._by_time: list[tuple[float, int, Entry]] = []
         self._holding: list[tuple[float, Any, Entry]] = []
         self._number: dict[Any, int] = {}
         self._came = 0
         self.held = 0.0
-        for entry in entries:
-            self.put(entry)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())

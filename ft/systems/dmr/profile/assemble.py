@@ -299,15 +299,11 @@ class _Stage:
         return tuple(f"s{self.record.stage}.t{number}" for number in numbers)
 
     def tensors(self) -> list[Tensor]:
+        ends, names = [*self.starts, self.starts[-1]], self._names(range(len(self.record.notes.memory)))
         return [
-            Tensor(name, one.bytes, None if one.freed is None else self._when(one.freed))
-            for name, one in zip(
-                self._names(range(len(self.record.notes.memory))), self.record.notes.memory, strict=True
-            )
+            Tensor(name, one.bytes, None if one.freed is None else ends[one.freed])
+            for name, one in zip(names, self.record.notes.memory, strict=True)
         ]
-
-    def _when(self, event: int) -> float:
-        return self.starts[event] if event < len(self.starts) else self.starts[-1]
 
     def windows(self) -> list[Window]:
         """Return the windows that the stage has measured: those inside units, and those after the last unit and before

@@ -232,7 +232,6 @@ class Recorder(TorchDispatchMode):
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
         is_passing: True while operators belong to a call that runs verify as a whole; they are not recorded.
-        counts: always empty; ``DoubleExecution`` counts verified operators here.
         notes: record of the last iteration that was recorded in full.
         keys: keys of the events of the last iteration.
     """
@@ -248,7 +247,6 @@ class Recorder(TorchDispatchMode):
         """Begin an iteration."""
         self.segment: object | None = None
         self.again = self.is_passing = False
-        self.counts: dict[str, int] = {}
         self.keys: list[tuple] = []
         self._waits: dict[str, int] = {}
         self._segments: dict[int, tuple[object, int]] = {}

@@ -15,7 +15,6 @@ from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings, Rows
 from ft.systems.dmr.runtime.operators import (
     Call,
-    call_of,
     check_in_place,
     execute,
     execute_again,
@@ -23,6 +22,7 @@ from ft.systems.dmr.runtime.operators import (
     expected,
     is_counted,
     is_verified_by_inspection,
+    properties_of,
     results,
     state_before,
     tensors_in,
@@ -86,8 +86,8 @@ class DoubleExecution(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        call = call_of(func, args, kwargs)
-        kind = call.kind
+        kind = properties_of(func)
+        call = Call(kind, func, args, kwargs or {})
         if self.is_passing:
             if kind.sent is not None and self.sent is not None:
                 with torch._C._DisableTorchDispatch():

@@ -100,7 +100,8 @@ def properties_of(func: OpOverload) -> OperatorProperties:
 
 def _derived(func: OpOverload) -> OperatorProperties:
     schema = func._schema
-    name = _short(func)
+    base = schema.name.removeprefix("aten::")
+    name = base if func._overloadname == "default" else f"{base}.{func._overloadname}"
     if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
         return OperatorProperties(
             name, executes=False, communicates=True, written=_received(schema), sent=_sent(schema)
@@ -165,11 +166,6 @@ def _changes_device(call: Call) -> bool:
     if asked is not None:
         devices.add(torch.device(asked).type)
     return len(devices) > 1
-
-
-def _short(func: OpOverload) -> str:
-    base = func._schema.name.removeprefix("aten::")
-    return base if func._overloadname == "default" else f"{base}.{func._overloadname}"
 
 
 def _is_view(schema: Any) -> bool:

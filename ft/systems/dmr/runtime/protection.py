@@ -282,8 +282,9 @@ class FindingReporter:
             values = {**one.values(), "host": self._host, "device": self._device}
             self._observe(events.DMR_MISMATCH, step=step, attempt=attempt, **values)
         if rank == 0:
-            _say(_blame(outcome) if outcome.action == EVICT else f"DMR: step {step}: {outcome.reason}")
             ranks, blamed = sorted(reports), list(outcome.ranks)
+            of = f"rank {', '.join(map(str, blamed))} is suspected of computing wrongly"
+            _say(f"DMR: {of if outcome.action == EVICT else f'step {step}'}: {outcome.reason}")
             verdict = {"action": outcome.action, "reason": outcome.reason, "ranks": ranks, "blamed": blamed}
             self._observe(events.DMR_VERDICT, step=step, attempt=attempt, **verdict)
 
@@ -315,11 +316,6 @@ class FindingReporter:
     def _observe(self, event: str, **detail: Any) -> None:
         if self._session is not None:
             self._session.observe(event, **detail)
-
-
-def _blame(outcome: Outcome) -> str:
-    ranks = ", ".join(map(str, outcome.ranks))
-    return f"DMR: rank {ranks} is suspected of computing wrongly: {outcome.reason}"
 
 
 def _say(text: str) -> None:

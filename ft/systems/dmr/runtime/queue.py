@@ -172,12 +172,12 @@ class Entry:
 
 def entry(done: Execution, due: int) -> Entry:
     """Return the entry of an operator that has just been executed."""
-    call = done.call._replace(args=_handles(done.call.args), kwargs=_handles(done.call.kwargs))
-    outs = [tensor.detach() for tensor in tensors_in(done.out)]
+    at, (kind, func, args, kwargs), out, state = done
+    call = Call(kind, func, _handles(args), _handles(kwargs))
+    outs = [tensor.detach() for tensor in tensors_in(out)]
     kept = tensors_in((call.args, call.kwargs, outs))
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
-    kept_done = done._replace(call=call, out=outs)
-    return Entry(kept_done, [tensor._version for tensor in kept], storages, due, current(kept))
+    return Entry(Execution(at, call, outs, state), [tensor._version for tensor in kept], storages, due, current(kept))
 
 
 def _handles(value: Any) -> Any:
@@ -317,17 +317,17 @@ class Replay:
     def record(self, done: Execution, *, compares: bool = True) -> None:
         """Record an operator that has just been executed. ``compares``: False if the operator is verified by other
         means and replayed only to produce its outputs."""
-        call = done.call
-        self._streams.add(current(tensors_in((call.args, call.kwargs, done.out))))
-        step = call._replace(args=self._refer(call.args), kwargs=self._refer(call.kwargs))
-        self._steps.append((done._replace(call=step, out=None), compares))
-        for number, tensor in enumerate(tensors_in(done.out)):
+        at, (kind, func, args, kwargs), out, state = done
+        self._streams.add(current(tensors_in((args, kwargs, out))))
+        step = Call(kind, func, self._refer(args), self._refer(kwargs))
+        self._steps.append((Execution(at, step, None, state), compares))
+        for number, tensor in enumerate(tensors_in(out)):
             storage = tensor.untyped_storage()
             # The weak reference prevents the allocator from reusing the address of the storage.
             self._makers[storage._cdata] = (StorageWeakRef(storage), len(self._steps) - 1, number, tensor.dtype)
             if compares:
                 self._expected.add(tensor)
-                self._places.append((done.at, WINDOW))
+                self._places.append((at, WINDOW))
 
     def changes(self, storages: Collection[int]) -> bool:
         """Return whether the replay reads any of ``storages``, which are about to be written in place. The caller then
@@ -354,7 +354,8 @@ class Replay:
         made: dict[int, list[torch.Tensor]] = {}
         found = self._findings.rows()
         for number, (step, compares) in enumerate(self._steps):
-            call = step.call._replace(args=_resolve(step.call.args, made), kwargs=_resolve(step.call.kwargs, made))
+            kind, func, args, kwargs = step.call
+            call = Call(kind, func, _resolve(args, made), _resolve(kwargs, made))
             outs = results(call, execute_again(call, step.state))
             if compares and disturb is not None:
                 disturb(step.at, outs)

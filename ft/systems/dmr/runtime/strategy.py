@@ -134,10 +134,8 @@ class Strategy:
         """Return how operator number ``index`` (from 0) of a unit is verified. Has to be called for each operator, in
         order. ``in_segment``: whether it belongs to an activation-checkpointing segment that is, or will be,
         recomputed."""
-        decision = self._decide(unit, index, operator, in_segment)
-        return _LEFT_OUT if operator in self._unstable else decision
-
-    def _decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        if operator in self._unstable:
+            return _LEFT_OUT
         return WITH_RECOMPUTATION if in_segment and self.uses_recomputation else AT_ONCE
 
 
@@ -184,7 +182,11 @@ class Planned(Strategy):
         }
         self._plan_replays(plan, stage, due)
 
-    def _decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        planned = self._planned(unit, index, operator, in_segment)  # in any case, because it follows the order
+        return _LEFT_OUT if operator in self._unstable else planned
+
+    def _planned(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         where = (unit.phase, unit.chunk, unit.microbatch)
         if where in self._all_at_once:
             planned = self._decisions[where]
@@ -193,7 +195,7 @@ class Planned(Strategy):
         place = None if follower is None else follower.find(index, operator)
         if place is None:
             self.misfits[unit.phase, operator] += 1
-            return super()._decide(unit, index, operator, in_segment)
+            return super().decide(unit, index, operator, in_segment)
         decision = self._decisions[where][place][1]
         if decision.set == PIGGYBACK and not in_segment:
             return replace(AT_ONCE, ordinal=decision.ordinal)

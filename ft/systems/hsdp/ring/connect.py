@@ -45,9 +45,7 @@ class Hello(NamedTuple):
     """Message of a dialer.
 
     Attributes:
-        number: number of its quorum.
         agreement: digest of what all members of the ring must have in common.
-        sender: its index among the members.
         stream: number of the connection; 0 is the control connection.
     """
 

@@ -43,11 +43,7 @@ class Members:
 
 @dataclass
 class Operation:
-    """A job: one all-reduce. See :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`.
-
-    Attributes:
-        after: called before the tensor is read; None: the tensor is ready, and in host memory.
-    """
+    """A job: one all-reduce. See :meth:`ft.systems.hsdp.ring.ring.Ring.all_reduce`."""
 
     tensor: torch.Tensor
     scale: float
@@ -60,9 +56,6 @@ class State:
     """What the ring is doing at one moment.
 
     Attributes:
-        number: number of its quorum; -1 before the first one.
-        members: number of its members.
-        connects: whether it is connecting to its neighbours.
         begun: number of all-reduces with other members that were begun since it was connected.
         is_busy: whether the last of them is under way.
         since_s: seconds since the connecting, or the last all-reduce, was begun.

@@ -176,7 +176,6 @@ class Links:
 
     Attributes:
         broken: why the ring is unusable even for the operation under way; None while it is usable. Never reset.
-        operation: number of operations begun since the ring was connected.
         busy: whether the last of these operations is under way.
         asked: time at which the neighbours were pinged, None if they were not pinged since the last progress.
     """

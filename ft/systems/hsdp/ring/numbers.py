@@ -47,7 +47,6 @@ def items(elements: int, members: int, me: int, chunk: int, chunks: int) -> tupl
 
     Args:
         members: N, the number of members, at least 2.
-        chunk: S, the size of a chunk in elements.
         chunks: C, the number of chunks of a part.
     """
     found: list[Item] = []

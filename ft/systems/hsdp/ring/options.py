@@ -53,8 +53,6 @@ class Outcome:
     Attributes:
         ok: whether the tensor holds the result. If False, its content is undefined, and the training step has to be
             repeated.
-        reason: why the all-reduce failed, in words; "" if it succeeded.
-        suspect: index of the ring member that seems to be the cause, None if unknown.
         skipped: whether the all-reduce was never begun.
     """
 
@@ -65,12 +63,7 @@ class Outcome:
 
 
 class Broken(RecoverableError):
-    """The connections of the ring are not usable any more; it has to be reconfigured for the next quorum of replicas.
-
-    Args:
-        reason: why, in words.
-        suspect: index of the ring member that seems to be the cause, None if unknown.
-    """
+    """The ring of this quorum cannot be used any more; it has to be reconfigured for the next quorum of replicas."""
 
     def __init__(self, reason: str, suspect: int | None = None):
         self.reason, self.suspect = reason, suspect

@@ -63,9 +63,6 @@ class Staging:
     Attributes:
         slots: number of buffers in ``received`` and in ``waiting``.
         add: function that adds a received chunk.
-        first: buffers for chunks of the tensor that are sent unchanged, fp32 of shape (rows, chunk).
-        received: buffers for received chunks, fp32 of shape (slots, chunk).
-        waiting: buffers for sums that wait to be sent, fp32 of shape (slots, chunk).
     """
 
     def __init__(self, device: torch.device, options: RingOptions):

@@ -8,7 +8,7 @@ with ``time_s``, ``cause`` and ``kind`` for failures with their times; lines ``#
 import csv
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ft.base import files
@@ -39,12 +39,6 @@ class Cause:
     def rate(self, nodes: int) -> float:
         """Return the failures per second of a number of nodes."""
         return math.ceil(nodes / self.per) / self.mtbf_s
-
-    def scaled(self, factor: float) -> "Cause":
-        return replace(self, mtbf_s=self.mtbf_s / factor)
-
-    def with_repair(self, seconds: float) -> "Cause":
-        return replace(self, repair_s=seconds)
 
 
 @dataclass(frozen=True)
