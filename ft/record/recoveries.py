@@ -53,7 +53,6 @@ class Recovery:
         step: the committed step from which training continued, or None.
         steps_redone: steps that were computed again, the interrupted one included; None where unknown.
         deferred: number of process groups that are rebuilt on first use, None where unknown.
-        sources: logical rank -> where its state came from, such as a peer's memory.
         attempts: number of epochs that were opened until training continued, at least 1.
         reason: why training was interrupted, from the gravest fault, or the first event that has a reason or a message.
         stages: the ``stage_rebuilt`` events of the last attempt: pipeline stages recomputed from their neighbours.
@@ -78,7 +77,6 @@ class Recovery:
     rebuilt: int | None = None
     kept: int | None = None
     deferred: int | None = None
-    sources: dict[str, Any] = field(default_factory=dict)
     attempts: int = 1
     reason: str = ""
     stages: list[Event] = field(default_factory=list)
@@ -115,11 +113,6 @@ class Recovery:
     def is_over(self) -> bool:
         """Return whether the recovery is over and training continued."""
         return self.outcome in (REPLACED, IN_PLACE, RESTART)
-
-    @property
-    def standby(self) -> str | None:
-        """Return the first worker that took a logical rank over, or None where no rank was taken over."""
-        return self.seats[0].after if self.seats and self.outcome == REPLACED else None
 
     @property
     def groups(self) -> int | None:
@@ -305,7 +298,6 @@ def _recovery(number: int, read: _Open) -> Recovery:
         rebuilt=_of(groups, "rebuilt"),
         kept=_of(groups, "kept"),
         deferred=_of(groups, "deferred"),
-        sources=_of(state, "sources") or {},
         attempts=max(1, sum(event.name == events.EPOCH_OPENED for event in read.events)),
         reason=_reason(read),
         stages=[

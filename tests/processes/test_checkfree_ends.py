@@ -4,6 +4,7 @@ import math
 
 import pytest
 import small_runs as runs
+from checkfree_jobs import Keeper, assemble
 
 SHAPE = (
     "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 8 --micro-batch-size 1 --ft-hot-swap "
@@ -13,35 +14,14 @@ SHAPE = (
 
 def every_stage_in_turn(flags: str) -> list[dict]:
     """Loses and rebuilds one stage after the other; what this rank has of the ends after each rebuild and each step."""
-    from types import SimpleNamespace
-
     import torch.distributed as dist
 
     from ft.job.messages import Neighbours, Repair
-    from ft.protection.stack import Protections
-    from ft.protection.training_state import TrainingState
-    from ft.systems.checkfree.layer import SwappedEnds, settings_of
-    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
-    from megatron import patches
-    from megatron.ft_trainer import pretrain
-    from megatron.ft_trainer.arguments import check, parse
-    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.ft_trainer.step import train_step
-    from megatron.ft_trainer.trainer import JobPosition, JobTrainer
-    from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
 
-    patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
-    options = parse(flags)
-    layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout, replicates_ends=True)
-    protections = Protections.of(options.fault_tolerance, {})
-    job = pretrain.assemble(options, layout, 0.0, protections)
-    trainee, rank = job.trainee, dist.get_rank()
-    doubles = next(each.replicated for each in protections if isinstance(each, SwappedEnds))
-    subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
-    session = SimpleNamespace(rank=rank, observe=lambda name, **detail: None)
-    keeper = CheckFreeRebuilder(session, subject, settings_of(options.fault_tolerance, JobTrainer(job), doubles))
-    position, seen = PositionWithNorms(JobPosition(job), keeper), []
+    job, doubles = assemble(flags)
+    kept, seen = Keeper(job, doubles), []
+    trainee, rank, subject, keeper, position = job.trainee, dist.get_rank(), kept.subject, kept.rebuilder, kept.position
 
     def note(when: str) -> None:
         ends = {name: p.detach().float().numpy().tobytes() for name, p in doubles.params(trainee.chunks[0])}

@@ -2,7 +2,8 @@
 
 import pytest
 import small_runs as runs
-from test_checkfree_plus import PP4, SHAPE, TIED, UNTIED, assemble
+from checkfree_jobs import assemble
+from test_checkfree_plus import PP4, SHAPE, TIED, UNTIED
 
 
 def reduced(flags: str, at_end: bool) -> list[tuple]:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import small_runs as runs
+from checkfree_jobs import assemble
 
 PP4 = "--pipeline-model-parallel-size 4 --num-layers 4 --ft-hot-swap --ft-checkfree-plus "
 TIED = "--position-embedding-type learned_absolute "
@@ -14,30 +15,6 @@ SHAPE = runs.BASE.replace("--untie-embeddings-and-output-weights ", "") + "--glo
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return runs.make_corpus(tmp_path_factory.mktemp("plus"))
-
-
-def assemble(flags: str):
-    import time
-
-    import torch.distributed as dist
-
-    from ft.protection.stack import Protections
-    from ft.systems.checkfree.layer import SwappedEnds
-    from megatron import patches
-    from megatron.ft_trainer import pretrain
-    from megatron.ft_trainer.arguments import check, parse
-    from megatron.ft_trainer.initialize import init_model_parallel
-    from megatron.patches.manifest import WITH_SWAPPED_ENDS
-
-    options = parse(flags)
-    plus = options.fault_tolerance.ft_checkfree_plus
-    if plus:
-        patches.apply(WITH_SWAPPED_ENDS)
-    layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout, replicates_ends=plus)
-    protections = Protections.of(options.fault_tolerance, {})
-    job = pretrain.assemble(options, layout, time.monotonic(), protections)
-    return job, next((each.replicated for each in protections if isinstance(each, SwappedEnds)), None)
 
 
 def named(job):

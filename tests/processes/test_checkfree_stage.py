@@ -6,45 +6,28 @@ import random
 import numpy
 import pytest
 import small_runs as runs
+from checkfree_jobs import Keeper, assemble
 
 STEPS = 2
 
 
 def rebuilt_in_the_middle(flags: str) -> dict:
     """Trains, loses the middle stage's state, rebuilds it and trains on; what this rank has seen of it."""
-    from types import SimpleNamespace
-
     import torch
     import torch.distributed as dist
 
     from ft.job.messages import Neighbours, Repair
-    from ft.protection.training_state import TrainingState
-    from ft.systems.checkfree.layer import settings_of
-    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
-    from megatron import patches
     from megatron.core import parallel_state
-    from megatron.ft_trainer import pretrain
-    from megatron.ft_trainer.arguments import check, parse
-    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.ft_trainer.step import train_step
-    from megatron.ft_trainer.trainer import JobPosition, JobTrainer
-    from megatron.patches.manifest import WITH_CHECKFREE
 
-    patches.apply(WITH_CHECKFREE)
-    options = parse(flags)
-    layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout)
-    job = pretrain.assemble(options, layout, 0.0)
-    trainee, told = job.trainee, []
-    session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: told.append((name, detail)))
-    subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
-    keeper = CheckFreeRebuilder(session, subject, settings_of(options.fault_tolerance, JobTrainer(job)))
-    position = PositionWithNorms(JobPosition(job), keeper)
+    job, _ = assemble(flags)
+    kept = Keeper(job)
+    trainee, subject, keeper, position = job.trainee, kept.subject, kept.rebuilder, kept.position
     for _ in range(STEPS):
         report = train_step(job)
         keeper.committed(job.state.step)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    beside = dist.get_world_size() // layout.pp
+    beside = dist.get_world_size() // job.layout.pp
     lost = {r: Neighbours(r - beside, r + beside) for r in range(beside, 2 * beside)}
     order = Repair(1, STEPS, [], [], {}, {}, lost)
     lr = trainee.optimizer.param_groups[0]["lr"]
@@ -64,7 +47,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
             at, how = keeper.rebuild(STEPS, lost[dist.get_rank()])
             subject.publish_parameters()
             position.set(at)
-            seen |= {"how": how, "event": [event for event in told if event[0] == "stage_rebuilt"]}
+            seen |= {"how": how, "event": [event for event in kept.told if event[0] == "stage_rebuilt"]}
         else:
             envelope = subject.state(position.get()).envelope
             keeper.lend(order, envelope)
@@ -83,7 +66,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     seen["loss"] = train_step(job).loss
     seen["after"] = blocks()
     group["max_lr"] = trainee.scheduler.max_lr  # as rank 0's, which a checkpoint has for all
-    CheckFreeRebuilder(session, subject, settings_of(options.fault_tolerance, JobTrainer(job))).begins(job.state.step)
+    kept.another().begins(job.state.step)
     seen["resumed"] = group["max_lr"] / trainee.scheduler.max_lr
     return seen
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ft.base.errors import UserError
-from ft.base.flags import Parser
 from ft.lab.plan.goodput import buy, engine, exact, histories, model, scenario
+from ft.lab.plan.goodput.exact import asked
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.lab.plan.spare.theory import trials
 from ft.protection.table import HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
@@ -17,12 +17,6 @@ from ft.systems.spare.ruler import ruler
 
 BASE = "--gpus 64 --gpu-mtbf 320h --step-time 1s --save-time 60s --restart-time 600s --repair-time 0 --days 30"
 POINTS = 0.005
-
-
-def asked(words: str) -> scenario.Scenario:
-    parser = Parser(prog="ft")
-    scenario.add_flags(parser)
-    return scenario.read(parser.parse_args(words.split()))
 
 
 def effective(words: str, protection: Protection, standbys: int = 0, interval: float = 1000) -> model.Row:
@@ -120,12 +114,13 @@ def test_the_best_interval_minimises_dalys_exact_formula():
     assert cost(best) <= min(cost(best - 5), cost(best + 5))
 
 
-def test_the_best_interval_of_periodic_failures_is_searched():
-    """A failure every hour leaves 50 min: one save right before the next failure is best, not four."""
-    given = asked("--gpus 8 --gpu-mtbf 8h --law periodic --step-time 1s --save-time 60s --restart-time 600s "
+@pytest.mark.parametrize(("restart", "best"), [(600, 2940), (1200, 2340)])
+def test_the_best_interval_of_periodic_failures_is_searched(restart, best):
+    """Of the time between two failures and after a restart, one save right before the next failure takes the least."""
+    given = asked(f"--gpus 8 --gpu-mtbf 8h --law periodic --step-time 1s --save-time 60s --restart-time {restart}s "
                   "--repair-time 0 --failures 2000 --spares 0")  # fmt: skip
     row = model.final(given, model.best(given, [Protection((CHECKPOINTS,))]))
-    assert row.interval == pytest.approx(2940, abs=15) and row.effective == pytest.approx(2940 / 3600, abs=POINTS)
+    assert row.interval == pytest.approx(best, abs=15) and row.effective == pytest.approx(best / 3600, abs=POINTS)
 
 
 def test_every_combination_is_one_that_the_table_allows_and_the_ladder_answers():

@@ -216,7 +216,7 @@ BIG = "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-
 def test_a_table_and_the_same_as_json(capsys):
     flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --optimizer-time 300ms --params 70B {BIG}"
     text = ask(capsys, flags)
-    for words in ("64 nodes, 512 ranks: TP8 x DP16 x PP4", "70 B parameters", "k = 3", "fit into the window of 9.7 s"):
+    for words in ("64 nodes, 512 ranks: TP8 x DP16 x PP4", "70 B parameters", "k = 3", "fit into the window of 9.70 s"):
         assert words in text
     values = json.loads(ask(capsys, "--json " + flags))
     assert values["parameters"] == pytest.approx(70e9)

@@ -73,8 +73,8 @@ def test_ticks_of_an_axis_can_be_told_apart(shares, shown):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan policy --pp 1000000", "give 1 to 4096"),
-        ("plan policy --blocks 0", "blocks 0"),
+        ("plan policy --pp 1000000", "from 1 to 4,096"),
+        ("plan policy --blocks 0", "blocks '0'"),
         ("plan schedule --pp 1000000 --microbatches 1000000", "100,000"),
     ],
 )

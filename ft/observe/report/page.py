@@ -1,16 +1,15 @@
 """Build ``report.html``, a self-contained page about one run, from panels.
 
 A panel is a section of the page. Each is a function of the run's record; it returns None where the run has nothing to
-show in it. Panels about one replica are repeated for each replica of a run of several.
+show in it. The key figures and the tables are those of the terminal.
 """
 
 import base64
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from markupsafe import Markup
 
@@ -47,7 +46,8 @@ def page(record: Record, timeline: bytes) -> str:
     Args:
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
-    panels = [*_tables(record), _hangs(record), _timeline(timeline, record), *(make(record) for make in _PANELS_BELOW)]
+    panels = [*_tables(record), _hangs(record), _timeline(timeline, record), _goodput(record), _rank_times(record)]
+    panels += [_run(record), _events(record)]
     name = record.folder.resolve().name
     figures = [*text.facts(record), *(("", problem) for problem in text.problems(record) if record.has_quorum)]
     shown = [panel for panel in panels if panel is not None]
@@ -98,14 +98,6 @@ def _injected(event: Event) -> str:
     return f"{event.detail.get('kind', 'fault')}{inside}"
 
 
-def _of_each(title: str, make: Callable[[Replica], Markup | None], record: Record) -> Panel | None:
-    """Return a panel with a part for each replica for which ``make`` returns one; None if it returns none."""
-    made = [(number, part) for number, one in record.replicas.items() if (part := make(one)) is not None]
-    if record.has_quorum:
-        made = [(number, joined(html("strong", f"Replica {number}"), part)) for number, part in made]
-    return Panel(title, joined(*(part for _, part in made))) if made else None
-
-
 def _hangs(record: Record) -> Panel | None:
     """Return the newest stack dumps in which a rank was at fault, with a picture of who waits for whom.
 
@@ -153,13 +145,16 @@ def _goodput(record: Record) -> Panel | None:
     return Panel("Where the time went", html("table", ("", "time", "share"), body))
 
 
-def _step_times_of(replica: Replica) -> Markup | None:
+def _rank_times(record: Record) -> Panel | None:
     """Return the parts of the steps of each rank, None where no worker has reported them."""
-    spans, slow = metrics.read(replica.folder), ranks.slow_rows(replica.events)
-    if not spans:
-        return None
-    named = html("p", "No rank was persistently slower than others.")
-    return joined(html("table", ranks.SLOW_HEAD, slow) if slow else named, ranks.panel(spans))
+    parts: list[Markup] = []
+    for number, replica in record.replicas.items():
+        if spans := metrics.read(replica.folder):
+            slow = ranks.slow_rows(replica.events)
+            named = html("p", "No rank was persistently slower than others.")
+            parts += [html("strong", f"Replica {number}")] if record.has_quorum else []
+            parts += [html("table", ranks.SLOW_HEAD, slow) if slow else named, ranks.panel(spans)]
+    return Panel("Ranks: own work and waiting", joined(*parts)) if parts else None
 
 
 def _run(record: Record) -> Panel:
@@ -212,11 +207,3 @@ def _events(record: Record) -> Panel:
     files = "the files events.jsonl" if record.has_quorum else "events.jsonl"
     note = [html("p", f"{left} more events are in {files}.")] if left else []
     return Panel("Events", html("details", f"{len(history)} events", joined(content, *note)))
-
-
-_PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (
-    _goodput,
-    partial(_of_each, "Ranks: own work and waiting", _step_times_of),
-    _run,
-    _events,
-)

@@ -56,10 +56,9 @@ class Goodput:
             ended.
         startup: from the start of the run to the opening of the first epoch.
         productive: total time of the steps that were committed and not rolled back.
-        recovering: total of ``lost``, the time spent on recoveries.
+        recovering: from the fault to the next step, in total over the recoveries.
         other: the rest of ``wall``: repeated steps, evaluations, checkpoint saves, waiting.
         step: median time of a step, None before there is a step.
-        lost: number of a recovery -> seconds from its fault to the next step.
     """
 
     wall: float
@@ -69,7 +68,6 @@ class Goodput:
     other: float
     step: float | None
     steps: int
-    lost: dict[int, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
@@ -86,8 +84,7 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
     times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
     productive = sum(times)
     wall, startup = _spans(history, productive)
-    lost = {r.number: r.total for r in found if r.total is not None}
-    recovering = sum(lost.values())
+    recovering = sum(r.total for r in found if r.total is not None)
     return Goodput(
         wall=wall,
         startup=startup,
@@ -96,7 +93,6 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
         other=max(0.0, wall - productive - recovering),
         step=statistics.median(times) if times else None,
         steps=len(metrics),
-        lost=lost,
     )
 
 

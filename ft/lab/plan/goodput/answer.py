@@ -273,7 +273,7 @@ def row_values(asked: Scenario, row: Any) -> dict[str, Any]:
         "network_per_node": row.network(asked),
         "money": money if money is not None and math.isfinite(money) else None,
         "hour_lost": row.hour_lost,
-        "corruption_caught": row.caught(),
+        "corruption_caught": made.twice,
         "shares": row.shares,
         "counts": row.totals,
         "rungs": row.rungs,

@@ -190,7 +190,7 @@ def _cells(asked: Scenario, row: Any, has_price: bool) -> list[str]:
         f"{memory / 1e9:,.0f} GB" if memory else "-",
         f"{row.network(asked) / 1e9:.2f} GB/s" if row.network(asked) else "-",
         percent(row.hour_lost),
-        percent(row.caught()) if row.caught() else "-",
+        percent(row.protection.twice) if row.protection.twice else "-",
     ]
     return [*cells, f"{money:,.0f}"] if has_price and money is not None else cells
 

@@ -57,7 +57,7 @@ class Protection:
         copies: peer copies of each snapshot.
         redundancy: hosts of each shard type (SPARe), or 0.
         returns: whether lost groups return before a global restart.
-        twice: share of the steps that DMR executes twice.
+        twice: share of the steps that DMR executes twice, and so of the silent corruptions that it finds.
     """
 
     names: tuple[str, ...]
@@ -121,14 +121,14 @@ class Row:
         """Return the days that the run takes."""
         return asked.days / self.effective if self.effective > 0 else math.inf
 
-    def gpus(self, asked: Scenario) -> int:
-        """Return the GPUs that are paid for."""
-        return asked.gpus + self.spares * asked.gpus_per_node
-
     def money(self, asked: Scenario) -> float | None:
         """Return what all GPU hours of the run cost, or None without a price."""
         price = asked.price_per_gpu_hour
-        return None if price is None else price * 24.0 * self.days(asked) * self.gpus(asked)
+        return (
+            None
+            if price is None
+            else price * 24.0 * self.days(asked) * (asked.gpus + self.spares * asked.gpus_per_node)
+        )
 
     def memory(self, asked: Scenario) -> float:
         """Return the bytes of host memory of a node for snapshots and copies, two steps of each."""
@@ -140,10 +140,6 @@ class Row:
         """Return the bytes per second that a node sends for copies."""
         nodes = asked.nodes / self.protection.units
         return self.protection.copies * STATE * asked.params / nodes / asked.step_time
-
-    def caught(self) -> float:
-        """Return the share of silent corruptions that are found."""
-        return min(1.0, self.protection.twice)
 
 
 def allowed() -> Iterator[tuple[str, ...]]:
@@ -549,19 +545,18 @@ def _searched(asked: Scenario, row: Row) -> int:
     the interval is a saw.
     """
 
+    @cache
     def useful(interval: int) -> float:
         return simulate(asked, row.protection, row.spares, interval, _SEARCH[engine.player()[0]]).effective
 
-    found = {max(1, round(row.interval * 2.0 ** (i / 4))): 0.0 for i in range(-8, 17)}
-    found = {interval: useful(interval) for interval in found}
-    for finer in (1.08, 1.03, 1.01, 1.003):
-        while True:
-            best = max(found, key=found.__getitem__)
-            tries = {max(1, round(best * finer)), max(1, round(best / finer))} - found.keys()
-            if not tries:
-                break
-            found |= {interval: useful(interval) for interval in tries}
-    return max(found, key=found.__getitem__)
+    def climbed(at: int) -> int:
+        for finer, sign in product((1.08, 1.03, 1.01, 1.003), (1, -1)):
+            while useful(following := max(1, round(at * finer**sign))) > useful(at):
+                at = following
+        return at
+
+    begin = sorted({max(1, round(row.interval * 2.0 ** (i / 4))) for i in range(-8, 17)}, key=useful)
+    return max(map(climbed, begin[-6:]), key=useful)
 
 
 def combinations(asked: Scenario) -> list[tuple[str, ...]]:

@@ -6,6 +6,7 @@ The modules with numerical libraries are imported when they are needed, so that 
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,9 @@ def run_spares(given: argparse.Namespace) -> int:
     from ft.lab.plan.goodput import exact, model  # with SciPy, which wrong input need not wait for
 
     tries = model.standbys_to_try(asked)
-    failures = asked.failures or 20_000
+    simulated = asked.but(failures=asked.failures or 20_000)
     rows = {
-        name: [model.tuned(asked, row.protection, n, failures) for n in tries]
+        name: [model.final(simulated, replace(row, spares=n)) for n in tries]
         for name, row in _best(asked.but(spares=())).items()
     }
     lost = sum(cause.rate(asked.nodes) * cause.taken for cause in asked.causes)

@@ -24,25 +24,10 @@ Lost = dict[int, frozenset[int]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job after a fault.
+    """A job after a fault; :data:`FLAGS` says what each attribute is.
 
-    Attributes:
-        tp: tensor-parallel size.
-        dp: data-parallel size of a replica.
-        pp: number of pipeline stages.
-        blocks: number of transformer layers of each stage.
-        peers: number of peer copies of each snapshot.
-        replicas: number of replicas of the model; 1: the job has no FT-HSDP.
-        min_replicas: number of replicas that a step needs.
-        spare_redundancy: number of shard types that a group hosts (SPARe); 0: off.
-        protect: the protections of ``PROTECTIONS`` that are on.
-        step: the newest committed step. Every worker holds snapshots and peer copies of this step and the one before.
-        checkpoint: step of the newest verified checkpoint, or None.
-        restarts_left: number of warm restarts that are still allowed.
-        lost: the workers that are lost, and all that they held in memory.
-        unverified: (replica, logical rank, step) of states that are unusable in that replica wherever they lie.
-        standbys: ready standbys of each replica.
-        room: further workers that each replica has devices for; None: as many as it has lost.
+    Every worker holds snapshots and peer copies of ``step``, the newest committed step, and of the one before. A lost
+    worker takes all that it held in memory with it.
     """
 
     tp: int = 1

@@ -9,7 +9,7 @@ from typing import Any
 from ft.lab.plan.snapshot.answer import MONTH, Answer, Question, answer
 from ft.lab.plan.snapshot.flags import add_flags, question_of
 from ft.platform.slurm import NODE
-from ft.show.text import left_out
+from ft.show.text import left_out, seconds
 
 _DESCRIPTION = """\
 Compute the cost and the remaining risk of snapshots with k peer copies of each state, for k = 1, 2, 3: host memory,
@@ -106,15 +106,13 @@ def _without_per_month(answers: list[Answer]) -> float:
 def _head(question: Question, answers: list[Answer]) -> list[str]:
     kinds = dict.fromkeys(kind for place in question.where.values() for kind in place)
     counts = {kind: len({place.get(kind) for place in question.where.values()}) for kind in kinds}
-    rates = "; ".join(
-        f"each of {counts[kind]} {kind}s every {_duration(question.failures.mtbf[kind])}" for kind in kinds
-    )
+    rates = "; ".join(f"each of {counts[kind]} {kind}s every {seconds(question.failures.mtbf[kind])}" for kind in kinds)
     often, ranks = answers[0].risk.rate * MONTH, question.grid.world_size
     shard = max(shard.owned + shard.replicated for shard in question.shards.values())
     lines = [
         f"{question.nodes} nodes, {question.grid}",
         f"{question.parameters / 1e9:.4g} B parameters, a rank's snapshot of up to {_size(shard)}",
-        f"failures: {rates}; {often:.3g} a month; {_duration(question.failures.window)} until all copies are "
+        f"failures: {rates}; {often:.3g} a month; {seconds(question.failures.window)} until all copies are "
         "complete again",
     ]
     if not question.has_flags and ranks > 1:
@@ -149,15 +147,15 @@ def _rows(question: Question, answers: list[Answer]) -> list[_Row]:
         ("each step, GPU to host", "0", lambda found: _size(found.d2h)),
         ("  sent by a node", "0", lambda found: _size(found.sent)),
         ("  received by a node", "0", lambda found: _size(found.received)),
-        ("  time, overlapped", "-", lambda found: _duration(found.transfer_s)),
-        ("    GPU to host", "-", lambda found: _duration(found.d2h_s)),
-        ("    network", "-", lambda found: _duration(found.network_s)),
+        ("  time, overlapped", "-", lambda found: seconds(found.transfer_s)),
+        ("    GPU to host", "-", lambda found: seconds(found.d2h_s)),
+        ("    network", "-", lambda found: seconds(found.network_s)),
     ]
     window = question.window_s
     if window is None:
-        rows.append(("  hidden by steps of", "-", lambda found: _duration(found.transfer_s)))
+        rows.append(("  hidden by steps of", "-", lambda found: seconds(found.transfer_s)))
     else:
-        name = f"  fit into the window of {_duration(window)}"
+        name = f"  fit into the window of {seconds(window)}"
         rows.append((name, "-", lambda f: f"{'yes' if f.fits else 'NO'}, {f.transfer_s / window:.0%}"))
     return rows + _losses(question, answers)
 
@@ -189,13 +187,6 @@ def _size(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes / 1024:.1f} KiB"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _chance(probability: float) -> str:

@@ -1,7 +1,7 @@
 """The flags of ``ft plan snapshot``, and the run that they describe."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -89,7 +89,7 @@ def question_of(given: argparse.Namespace) -> Question:
     topology = read_topology(given.topology) if given.topology else None
     hosts = slurm.hosts(given.hosts) if given.hosts else []
     nodes = nodes_of(given.nodes, topology, hosts, given.nodes_per_rack)
-    where = seats(nodes, given.gpus_per_node)
+    where = {rank: nodes[rank // given.gpus_per_node] for rank in range(world)}  # as with torchrun
     if given.params is not None:
         stages = even(given.params, given.expert_params or 0.0, grid)
     else:
@@ -161,22 +161,17 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _layout(options: Options, world: int) -> Layout:
-    parallel = options.core
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
-    etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
+    core = options.core
+    grid = layout(core, core.num_layers or core.pipeline_model_parallel_size, world)
     for what, need in (
-        (f"TP {tp} x PP {pp} x CP {cp}", tp * pp * cp),
-        (f"ETP {etp} x EP {ep} x PP {pp}", etp * ep * pp),
+        (f"TP {grid.tp} x PP {grid.pp} x CP {grid.cp}", grid.tp * grid.pp * grid.cp),
+        (f"ETP {grid.etp} x EP {grid.ep} x PP {grid.pp}", grid.etp * grid.ep * grid.pp),
     ):
         if world % need:
             raise UserError(
                 f"{world} ranks (nodes x GPUs) cannot be split into {what} = {need}", f"use a multiple of {need} ranks"
             )
-    return layout(parallel, options.core.num_layers or pp, world)
+    return grid
 
 
 def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_rack: int | None) -> list[dict[str, str]]:
@@ -200,11 +195,6 @@ def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_ra
             f"there are {count} nodes, but only {len(names)} host(s)", "give more --hosts, or fewer --nodes"
         )
     return [{NODE: name, **topology.find([name], name)[1]} for name in names[:count]]
-
-
-def seats(nodes: Sequence[Mapping[str, str]], per_node: int) -> dict[int, Mapping[str, str]]:
-    """Return logical rank -> kind -> name of the failure domain; ranks fill the nodes in order, as with torchrun."""
-    return {rank: nodes[rank // per_node] for rank in range(len(nodes) * per_node)}
 
 
 def stage_of(grid: Layout, pipeline_first: bool) -> list[int]:
