@@ -413,7 +413,7 @@ class QuorumClient:
 
 
 GIVEN_UP, MENDS = "given up", "mends"
-"""What a notice says of a replica: no server is to wait for it any longer; or it replaces a lost worker, and the servers
+"""What a notice says of a replica: no server is to wait for it any longer; or it replaces a lost worker, and servers
 wait for it as long as the notice is open, for ``Limits.mend_s`` at most.
 """
 
