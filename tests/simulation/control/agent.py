@@ -343,7 +343,7 @@ class Agent:
         self._begin_when_possible()
 
     def watch(self, worker: Worker, state: str) -> None:
-        """Watch a worker whose heartbeats have just stopped, and report it if the silence lasts; ``state``: as in /proc."""
+        """Watch a worker whose heartbeats have just stopped, and report it if that lasts; ``state``: as in /proc."""
         timeouts, since = self.cluster.timeouts, worker.quiet_since
         limit = timeouts.stopped_s if state == "T" else timeouts.silent_s
         wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
