@@ -179,6 +179,14 @@ class Event:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Note:
+    """An event without time stamps. ``values`` has all fields of the event in one mapping; see :func:`observed`."""
+
+    name: str
+    values: dict[str, Any]
+
+
 _PLACES = ("node", "worker", "rank", "epoch", "step")
 _STAMPS = ("wall", "monotonic", *_PLACES)
 _KNOWN = {f.name for f in fields(Event)}

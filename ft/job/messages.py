@@ -601,7 +601,7 @@ class PaceJudged(Message):
 class MasterChosen(Message):
     """Address at which the training script's own process group has its rendezvous in warm restart ``number``.
 
-    The agent of logical rank 0 chooses this address.
+    The agent of logical rank 0 chooses this address and reports it; the control plane sends the report to all agents.
     """
 
     number: int
@@ -773,15 +773,6 @@ class GivenUp(Message):
 
     node: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Master(Message):
-    """The content of ``MasterChosen``, sent on to all agents."""
-
-    number: int
-    host: str
-    port: int
 
 
 @dataclass(frozen=True)

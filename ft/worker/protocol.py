@@ -32,9 +32,69 @@ from ft.job.messages import (
 )
 from ft.worker.progress import Progress
 
+AGENT_LOST = 70
+"""Exit code of a worker whose agent has died."""
 
-class Place:
-    """The place of one worker, and what each order means for it.
+
+class Orders:
+    """The worker's queue of orders.
+
+    Args:
+        on_close: called with each ``Close``, on the thread that received it, before the order enters the queue. It
+            interrupts the operations in which the training thread may be blocked.
+        on_look: called with each ``Look``, on the same thread; it never enters the queue, because the training thread
+            may be blocked.
+        on_inherit: called with each ``Inherit``, on the same thread, before the order that gives the worker its seat.
+    """
+
+    def __init__(
+        self,
+        on_close: Callable[[Close], None],
+        on_look: Callable[[Look], None] = lambda order: None,
+        on_inherit: Callable[[Inherit], None] = lambda order: None,
+    ):
+        self._on_close, self._on_look, self._on_inherit = on_close, on_look, on_inherit
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def deliver(self, order: Any) -> None:
+        """Put an order into the queue.
+
+        If ``order`` is None, the agent has died; exit, because no other process supervises this one.
+        """
+        if order is None:
+            sys.stderr.write("the agent of this worker is gone: ending\n")
+            sys.stderr.flush()
+            os._exit(AGENT_LOST)
+        if isinstance(order, Look):
+            self._on_look(order)
+            return
+        if isinstance(order, Inherit):
+            self._on_inherit(order)
+            return
+        if isinstance(order, Close):
+            self._on_close(order)
+        self._queue.put(order)
+
+    def next(self, within_s: float | None) -> Any | None:
+        """Return the next order, None if none arrives within ``within_s`` seconds (None: wait for ever)."""
+        try:
+            return self._queue.get(timeout=within_s)
+        except queue.Empty:
+            return None
+
+
+REPEAT_S = 3.0
+"""Seconds until an unanswered report is sent again: longer than an answer usually takes. The receiver ignores
+duplicates.
+"""
+_MESSAGE_LIMIT, _TRACE_LIMIT, _SUSPICION_LIMIT = 2000, 8000, 500
+
+T = TypeVar("T")
+
+
+class Member:
+    """A worker's process as a member of the run: its place, what each order means for it, and the I/O that the protocol
+    needs.
 
     Attributes:
         worker: name of the worker.
@@ -48,7 +108,14 @@ class Place:
         seats: logical rank -> worker that holds it, with its addresses.
         rendezvous_address: host:port of the rendezvous store for this epoch's process groups.
         fired: numbers of the planned faults that were injected already.
+        address: host:port of the worker's snapshot server.
+        progress: what the training thread does, for heartbeats.
+        outcome: returns how training has ended: the fields of ``WorkerDone`` from ``early`` on, as far as they apply.
     """
+
+    address: str
+    progress: Progress
+    outcome: Callable[[], Mapping[str, Any]] = dict
 
     def __init__(self, worker: str, node: str, world_size: int = 1):
         self.worker, self.node, self.world_size = worker, node, world_size
@@ -110,80 +177,6 @@ class Place:
         """
         seats = {rank: asdict(seat) for rank, seat in sorted(self.seats.items())}
         return hashlib.sha256((json.dumps(seats, sort_keys=True) + groups).encode()).hexdigest()[:16]
-
-
-AGENT_LOST = 70
-"""Exit code of a worker whose agent has died."""
-
-
-class Orders:
-    """The worker's queue of orders.
-
-    Args:
-        on_close: called with each ``Close``, on the thread that received it, before the order enters the queue. It
-            interrupts the operations in which the training thread may be blocked.
-        on_look: called with each ``Look``, on the same thread; it never enters the queue, because the training thread
-            may be blocked.
-        on_inherit: called with each ``Inherit``, on the same thread, before the order that gives the worker its seat.
-    """
-
-    def __init__(
-        self,
-        on_close: Callable[[Close], None],
-        on_look: Callable[[Look], None] = lambda order: None,
-        on_inherit: Callable[[Inherit], None] = lambda order: None,
-    ):
-        self._on_close, self._on_look, self._on_inherit = on_close, on_look, on_inherit
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def deliver(self, order: Any) -> None:
-        """Put an order into the queue.
-
-        If ``order`` is None, the agent has died; exit, because no other process supervises this one.
-        """
-        if order is None:
-            sys.stderr.write("the agent of this worker is gone: ending\n")
-            sys.stderr.flush()
-            os._exit(AGENT_LOST)
-        if isinstance(order, Look):
-            self._on_look(order)
-            return
-        if isinstance(order, Inherit):
-            self._on_inherit(order)
-            return
-        if isinstance(order, Close):
-            self._on_close(order)
-        self._queue.put(order)
-
-    def next(self, within_s: float | None) -> Any | None:
-        """Return the next order, None if none arrives within ``within_s`` seconds (None: wait for ever)."""
-        try:
-            return self._queue.get(timeout=within_s)
-        except queue.Empty:
-            return None
-
-
-REPEAT_S = 3.0
-"""Seconds until an unanswered report is sent again: longer than an answer usually takes. The receiver ignores
-duplicates.
-"""
-_MESSAGE_LIMIT, _TRACE_LIMIT, _SUSPICION_LIMIT = 2000, 8000, 500
-
-T = TypeVar("T")
-
-
-class Member(Place):
-    """A worker's process as a member of the run: its place, and the I/O that the protocol needs.
-
-    Attributes:
-        address: host:port of the worker's snapshot server.
-        progress: what the training thread does, for heartbeats.
-        outcome: returns how training has ended: the fields of ``WorkerDone`` from ``early`` on, as far as they apply.
-    """
-
-    address: str
-    progress: Progress
-    outcome: Callable[[], Mapping[str, Any]] = dict
 
     @abstractmethod
     def send(self, report: Any) -> None:

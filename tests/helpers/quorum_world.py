@@ -79,13 +79,13 @@ class World:
         )
 
     def lose(self, replica, life=0):
-        self.notes += reactions.lost(self.state, self.now, replica, life)
+        reactions.lost(self.state, self.now, replica, life)
 
     def aside(self, replica):
         reactions.aside(self.state, self.now, replica)
 
     def mends(self, replica, life=0):
-        self.notes += reactions.mends(self.state, self.now, replica, life)
+        reactions.mends(self.state, self.now, replica, life)
 
     def mended(self, replica):
         reactions.mended(self.state, replica)

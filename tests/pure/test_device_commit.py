@@ -10,7 +10,6 @@ from ft.base.errors import EpochClosed
 from ft.job.messages import Close, GroupReport, Repair, Source
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
-from ft.worker.protocol import Place
 from ft.worker.session import Session
 
 RIGHT, WRONG = "the sum over all ranks", "what was in the buffer"
@@ -114,7 +113,7 @@ def test_a_state_whose_restore_was_aborted_is_not_reported_as_repaired():
 def test_nothing_may_leave_a_worker_any_more_when_its_operations_are_aborted():
     """The ring and the snapshots would send on what an aborted operation has left in a buffer."""
     session, seen = Session.__new__(Session), []
-    Place.__init__(session, "n0.w0", "n0")
+    protocol.Member.__init__(session, "n0.w0", "n0")
     session.epoch, session._lock, session._left = 1, threading.Lock(), threading.Event()
     session._when_closed = [lambda epoch, reason: seen.append("senders are stopped")]
     session.groups = type("Groups", (), {"close": lambda self, epoch, reason: seen.append("aborted")})()

@@ -43,6 +43,21 @@ class Mutant:
     wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def planter(mutants: list[Mutant]) -> Callable[[str, Any, str], Callable]:
+    """Return a decorator for wrong functions, which get the right one before their own arguments and are entered into
+    ``mutants``: ``@plant(title, owner, name of the right function)``.
+    """
+
+    def plant(title: str, owner: Any, name: str) -> Callable:
+        def enter(wrong: Callable[..., Any]) -> Callable[..., Any]:
+            mutants.append(Mutant(title, owner, name, lambda right: lambda *given, **how: wrong(right, *given, **how)))
+            return wrong
+
+        return enter
+
+    return plant
+
+
 @dataclass
 class Summary:
     """Totals over histories.
@@ -108,13 +123,7 @@ class Simulation:
     ranks: tuple[int, int] | None = None
 
     def play(self, seed: int, options: Options | None = None, with_lines: bool = False) -> History:
-        """Play the history of ``seed``. The same arguments give the same history.
-
-        Args:
-            seed: source of all that is left to chance.
-            options: what the user asks; None: the defaults.
-            with_lines: whether to keep the event log.
-        """
+        """Play the history of ``seed``, with its event log or without. The same arguments give the same history."""
         history = History(seed)
         lines = history.lines if with_lines else None
         with self.world(seed, options or Options(self.most), lines) as world:
@@ -157,12 +166,7 @@ def planted(mutant: Mutant | None) -> Iterator[None]:
 
 
 def add_parser(simulations, simulation: Simulation) -> None:
-    """Add the subcommand of a simulation.
-
-    Args:
-        simulations: the subparsers.
-        simulation: the simulation.
-    """
+    """Add the subcommand of a simulation to the subparsers."""
     parser = simulations.add_parser(simulation.name, help=simulation.about, description=simulation.about)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=1000, metavar="N", help="N histories (default: 1000)")

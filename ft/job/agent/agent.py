@@ -32,7 +32,7 @@ from ft.job.messages import (
     GivenUp,
     Kill,
     Look,
-    Master,
+    MasterChosen,
     NodeRefused,
     Notice,
     Observed,
@@ -274,7 +274,7 @@ class Agent:
                 self._end(128 + signal.SIGINT if self._signum == signal.SIGINT else what.code, _FINISH_S)
             case Stop():
                 self._stop(what)
-            case Master():
+            case MasterChosen():
                 self._masters.learn(what)
             case Reach():
                 first_contact.reach(what, self._node, self._uplink.post)

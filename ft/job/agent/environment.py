@@ -8,7 +8,7 @@ from ft.base.flags import groups
 from ft.job.agent.options import RunOptions
 from ft.job.agent.uplink import Uplink
 from ft.job.control.timeouts import VARIABLE
-from ft.job.messages import Master, MasterChosen
+from ft.job.messages import MasterChosen
 from ft.platform import network
 
 
@@ -124,5 +124,5 @@ class Masters:
         """Return (host, port) for standbys, which do not use the address: port 0 if it is not known."""
         return self._known.get(number, (self._place.host, 0))
 
-    def learn(self, answer: Master) -> None:
+    def learn(self, answer: MasterChosen) -> None:
         self._known[answer.number] = (answer.host, answer.port)

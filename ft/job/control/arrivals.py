@@ -15,7 +15,7 @@ from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
 from ft.job.control import devices, epochs, history, start_checks
 from ft.job.control import run_ends as ends
-from ft.job.control.failures import lose_agent
+from ft.job.control.failures import Fault, lose_agent, remove, tell
 from ft.job.control.state import (
     CLOSED,
     EPOCH_OPEN,
@@ -189,7 +189,7 @@ def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisio
     ``torch.distributed`` in a warm restart.
     """
     where = f"{report.host}:{report.port}"
-    out.add(f"in restart {report.number} the training script has its rendezvous at {where}", m.Master(**vars(report)))
+    out.add(f"in restart {report.number} the training script has its rendezvous at {where}", report)
 
 
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
@@ -313,26 +313,13 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
     state.failed_starts += 1
     in_vain = state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS
     ends_run, judged = state.phase == GATHERING or in_vain, verdict.of_drift(found)
-    out.add(f"{worker.name}: {judged.category}: {judged.reason}")
-    out.note(
-        events.FAULT_DETECTED,
-        epoch=max(state.epoch, 0),
-        node=worker.node,
-        worker=worker.name,
-        rank=worker.started_for,
-        step=state.newest_step(),
-        category=judged.category,
-        action=judged.action if ends_run else verdict.REPLACE,
-        reason=judged.reason,
-        signal=judged.signal,
-    )
+    fault = Fault(worker, judged if ends_run else replace(judged, action=verdict.REPLACE))
+    tell(state, fault, out)
     if ends_run:
         message = f"{worker.name}: {judged.reason}\n  fix: start every node with the same flags, environment and code"
         ends.stop(state, now, verdict.USER_CODE, message, out)
         return
-    epochs.vacate(state, worker, now)
-    out.add(f"{worker.name} must not join", m.Kill(worker.name, judged.reason))
-    out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=judged.reason)
+    remove(state, now, fault, out)
 
 
 def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], whose: str) -> list[str]:

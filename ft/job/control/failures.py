@@ -72,8 +72,8 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
         return
     found = history.weigh_findings(state, now, worker, verdict.of_error(report.kinds, report.message))
     if worker.rank is None and worker.started_for is None:  # a standby that found itself unfit: nothing is to recover
-        _tell(state, Fault(worker, found), out)
-        _remove(state, now, Fault(worker, found), out)
+        tell(state, Fault(worker, found), out)
+        remove(state, now, Fault(worker, found), out)
         return
     is_stale = report.epoch != state.epoch or state.phase not in EPOCH_OPEN
     if is_stale and found.action in (RETRY, RESTART) and state.phase != GATHERING:
@@ -146,10 +146,10 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
         if fault.worker.rank is not None or state.phase == GATHERING:
             history.record(state.history, now, _rank_of(fault.worker), at, fault.verdict)
     for fault in judged:
-        _tell(state, fault, out)
+        tell(state, fault, out)
     holders = [fault for fault in judged if fault.worker.rank is not None or state.phase == GATHERING]
     for fault in judged:
-        _remove(state, now, fault, out)
+        remove(state, now, fault, out)
     if not holders:
         return
     worst = max((fault.verdict for fault in holders), key=lambda found: SEVERITY.index(found.action))
@@ -250,7 +250,8 @@ def _rank_of(worker: Worker) -> int | None:
     return worker.rank if worker.rank is not None else worker.started_for
 
 
-def _tell(state: State, fault: Fault, out: Decisions) -> None:
+def tell(state: State, fault: Fault, out: Decisions) -> None:
+    """Record the verdict on a failed worker."""
     worker, found = fault.worker, fault.verdict
     rank = _rank_of(worker)
     who = f"{worker.name} ({'a standby' if rank is None else f'logical rank {rank}'})"
@@ -269,7 +270,7 @@ def _tell(state: State, fault: Fault, out: Decisions) -> None:
     )
 
 
-def _remove(state: State, now: float, fault: Fault, out: Decisions) -> None:
+def remove(state: State, now: float, fault: Fault, out: Decisions) -> None:
     """Remove a worker that a standby replaces. If its process still lives, kill it, so that it cannot come back."""
     worker, found = fault.worker, fault.verdict
     if found.action != REPLACE and worker.rank is not None:
@@ -292,8 +293,8 @@ def _remove_those_who_left(state: State, now: float, out: Decisions) -> None:
     """
     for worker in state.seated():
         if worker.left:
-            _tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
-            _remove(state, now, Fault(worker, verdict.of_exit(0), dead=True), out)
+            tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+            remove(state, now, Fault(worker, verdict.of_exit(0), dead=True), out)
 
 
 def _verdicts(state: State, faults: list[Fault]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.faults.health import Finding, informed
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SOFTWARE, STOP, Verdict, raised
-from ft.job.control.state import Decisions, Evidence, Incident, Recovery, Return, State, Worker
+from ft.job.control.state import Decisions, Incident, Recovery, Return, State, Worker
 
 WINDOW_S, WINDOW_STEPS = 60.0, 10
 """Failures of one logical rank that are closer in time, or in steps, than this count as repetitions."""
@@ -106,7 +106,7 @@ def record_finding(state: State, now: float, detail: dict[str, Any], out: Decisi
     index = detail.get("index")
     device = detail["device"] if index is None else f"gpu{index}"
     found = Finding(**{name: detail[name] for name in _NAMES} | {"device": device}, when=now)
-    agent.evidence = [each for each in agent.evidence if now - each.at < FRESH_S] + [Evidence(now, found)]
+    agent.evidence = [each for each in agent.evidence if now - each.when < FRESH_S] + [found]
     if index is None and not agent.suspect:
         agent.suspect = found.reason
         out.add(f"{agent.node} gets no further workers: {found.reason}")
@@ -117,5 +117,5 @@ def weigh_findings(state: State, now: float, worker: Worker, guess: Verdict) -> 
     agent = state.agents.get(worker.node)
     if agent is None or not agent.evidence:
         return guess
-    fresh = [each.finding for each in agent.evidence if now - each.at < FRESH_S]
+    fresh = [each for each in agent.evidence if now - each.when < FRESH_S]
     return informed(guess, fresh, f"gpu{worker.local_rank}" if agent.joined.devices else "")

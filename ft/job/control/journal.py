@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json
+from ft.base.events import Note
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
-from ft.job.control.state import Decision, Note, Options, State
+from ft.job.control.state import Decision, Options, State
 from ft.job.messages import AgentBeat, from_values, to_values
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 from ft.platform import shared_state

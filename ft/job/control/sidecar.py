@@ -18,12 +18,13 @@ from typing import Any
 
 from ft.base import bounded_json, events, files, token
 from ft.base.errors import UserError
+from ft.base.events import Note
 from ft.job.control import stragglers
 from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.journal import Journal, Memory, lives, recall
 from ft.job.control.looks import Answers
-from ft.job.control.state import ENDED, Note, Options, State, Worker
+from ft.job.control.state import ENDED, Options, State, Worker
 from ft.job.control.stragglers import PaceBook
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes

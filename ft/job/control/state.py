@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base import events
+from ft.base.events import Note
 from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
@@ -87,7 +88,8 @@ class Agent:
         started: names of all workers that it has ever started.
         held: lost worker -> the device that it has not released yet.
         unusable: index of a device -> why no worker can use it.
-        evidence: what the node has found against itself, if the run acts on it.
+        evidence: what the node has found against itself or one of its devices, which has the device's index in its name
+            ("gpu3"), if the run acts on it; ``when`` is the time of the report, in seconds.
     """
 
     joined: AgentJoined
@@ -99,23 +101,12 @@ class Agent:
     started: list[str] = field(default_factory=list)
     held: dict[str, "Hold"] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
-    evidence: list["Evidence"] = field(default_factory=list)
+    evidence: list[Finding] = field(default_factory=list)
 
     @property
     def node(self) -> str:
         """Return the name of the agent."""
         return self.joined.node
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A finding of a node against itself or one of its devices, which has the device's index in its name ("gpu3").
-
-    ``at`` is the time at which it was reported, in seconds.
-    """
-
-    at: float
-    finding: Finding
 
 
 @dataclass(frozen=True)
@@ -442,19 +433,6 @@ class State:
     def enter(self, phase: str, now: float) -> None:
         """Change the phase."""
         self.phase, self.since = phase, now
-
-
-@dataclass(frozen=True)
-class Note:
-    """An event for the run's event file.
-
-    Attributes:
-        name: one of the names in ``ft.base.events``.
-        values: all fields of the event in one mapping.
-    """
-
-    name: str
-    values: dict[str, Any]
 
 
 @dataclass(frozen=True)

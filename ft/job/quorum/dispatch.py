@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft.base.events import Note
 from ft.job.quorum import reactions
 from ft.job.quorum.decide import Decision, decide, missing, next_number
-from ft.job.quorum.state import Note, Options, State
+from ft.job.quorum.state import Options, State
 from ft.job.quorum.values import NoQuorum, Quorum, Report, pack
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 
@@ -130,7 +131,7 @@ class Dispatch(ABC):
                 reactions.mended(self.state, peer.mends)
         if peer.replica is not None and self._leaders.get(peer.replica) is peer:
             del self._leaders[peer.replica]
-            self.log(reactions.lost(self.state, now, peer.replica, peer.life))
+            reactions.lost(self.state, now, peer.replica, peer.life)
 
     def _welcome(self, now: float, peer: Peer, message: Mapping[str, Any]) -> None:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
@@ -173,7 +174,7 @@ class Dispatch(ABC):
         elif what == "mends" and is_count(life):
             peer.mends = replica
             self._menders.setdefault(replica, set()).add(peer)
-            self.log(reactions.mends(self.state, now, replica, life))
+            reactions.mends(self.state, now, replica, life)
         elif what != "arriving" or not is_count(life):
             raise BadMessage("a notice without what, or without life")
         else:

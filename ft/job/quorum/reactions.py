@@ -9,6 +9,7 @@ step; a replica is aside while it does something that takes longer than a step, 
 from dataclasses import replace
 
 from ft.base import events
+from ft.base.events import Note
 from ft.job.quorum import decide
 from ft.job.quorum.state import (
     ARRIVING,
@@ -16,7 +17,6 @@ from ft.job.quorum.state import (
     HERE,
     LOST,
     OFFLINE,
-    Note,
     State,
     heard_of,
     started,
@@ -86,12 +86,11 @@ def aside(state: State, now: float, replica: int) -> None:
     one.heard_at, one.is_aside = now, True
 
 
-def mends(state: State, now: float, replica: int, life: int) -> list[Note]:
+def mends(state: State, now: float, replica: int, life: int) -> None:
     """Note that life ``life`` of ``replica`` has lost a worker, and returns as a later life with its own state."""
     one = state.of(replica)
     if life == one.life and not one.has_finished and one.mends_since is None:
         one.mends_since = now
-    return []
 
 
 def mended(state: State, replica: int) -> None:
@@ -104,12 +103,11 @@ def beat(state: State, now: float, replica: int) -> None:
     state.of(replica).heard_at = now
 
 
-def lost(state: State, now: float, replica: int, life: int) -> list[Note]:
+def lost(state: State, now: float, replica: int, life: int) -> None:
     """Note that the connection of a leader broke."""
     one = state.of(replica)
     if life == one.life and one.phase == HERE:
         one.becomes(LOST, now, "the connection to its leader broke")
-    return []
 
 
 def leaves(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from ft.base import bounded_json, events, token
 from ft.base.errors import FtError, UserError
+from ft.base.events import Note
 from ft.job.quorum.dispatch import Dispatch, Peer
-from ft.job.quorum.state import Note, Options
+from ft.job.quorum.state import Options
 from ft.job.quorum.values import FRAME, PURPOSE, parse_where, unpack
 from ft.net.codec import BadMessage, from_json
 from ft.net.framed import Message, Stream

@@ -4,7 +4,6 @@ The lineage of a state is the number of the quorum in which its last step was co
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ft.base.errors import UserError
 from ft.job.quorum.limits import Limits
@@ -122,14 +121,6 @@ class Replica:
         self.phase, self.reason, self.is_cut_off = phase, reason, False
         if phase != HERE:
             self.report = None
-
-
-@dataclass(frozen=True)
-class Note:
-    """An event to be logged: its name as in ``ft.base.events``, and its values."""
-
-    name: str
-    values: dict[str, Any]
 
 
 @dataclass

@@ -247,11 +247,7 @@ class Agent:
             self.when_awake(action, *arguments)
 
     def die(self, silently: bool) -> None:
-        """End the agent and its workers.
-
-        Args:
-            silently: whether the whole host is lost, so that no peer sees a connection reset.
-        """
+        """End the agent and its workers; ``silently``: the host is lost, so that no peer sees a connection reset."""
         self.alive, self.excuse = False, True
         for worker in list(self.workers.values()):
             worker.alive = False

@@ -103,14 +103,10 @@ class Legitimacy:
 
 
 def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) -> None:
-    """Check the control plane's reaction to the only fault of a run.
+    """Check the control plane's reaction to the only fault of a run: no stronger one than ``at_worst``, and in time.
 
-    Args:
-        cluster: the simulated cluster.
-        at_worst: the strongest reaction allowed.
-        struck: description of the fault's target.
-        limit: true time in seconds until which the epoch must be closed, if it is closed. A verdict on a hang may wait
-            for a look at all workers, ``look_s`` more.
+    ``limit``: true time in seconds until which the epoch must be closed, if it is closed. A verdict on a hang may wait
+    for a look at all workers, ``look_s`` more.
     """
     if at_worst == ANYTHING:
         return
@@ -438,13 +434,9 @@ class Checks:
             self.committed, self.furthest = order.step, max(self.furthest, order.step)
 
     def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
-        """Return the newest step that every rank has a source of, None if there is none.
+        """Return the newest step that every rank has a source of, None if there is none; ``spoiled`` ones do not count.
 
         A joiner counts with the snapshot that it has fetched in an epoch that was closed before the joiner resumed.
-
-        Args:
-            seated: logical rank -> worker of the epoch.
-            spoiled: steps whose restoration has failed, and which are not tried again.
         """
         shape = self._cluster.shape
         stocks = {rank: worker.stock for rank, worker in seated.items()}

@@ -65,14 +65,7 @@ class Plane:
         self._take(None)
 
     def hear(self, link: "Link", node: str, number: int, report: Any) -> None:
-        """Receive a report over ``link``, and acknowledge it; process each number only once.
-
-        Args:
-            link: connection over which the report came.
-            node: agent that has sent the report.
-            number: the agent's number of the report; 0 is a heartbeat.
-            report: the report.
-        """
+        """Receive a report over ``link``, and acknowledge it; process each number only once. 0 is a heartbeat."""
         if not self.is_up:
             return
         if self.paused:
@@ -171,8 +164,7 @@ class Plane:
     def go_on(self, superseded: bool) -> None:
         """Resume after a pause: process the reports received meanwhile, and only then check the deadlines.
 
-        Args:
-            superseded: whether another control plane process has taken over meanwhile, so that this one ends.
+        ``superseded``: another control plane process has taken over meanwhile, so that this one ends.
         """
         if not self.paused:
             return

@@ -49,14 +49,7 @@ class PingPong:
         self.slots = [Slot(), Slot()]
 
     def begin(self, step: int, epoch: int, value: Any, own: bool = False) -> Slot:
-        """Return a buffer for a new snapshot, in status STAGING.
-
-        Args:
-            step: step of the snapshot.
-            epoch: epoch in which the snapshot is taken.
-            value: states of the snapshot.
-            own: whether to overwrite the buffer that already has a snapshot of this step.
-        """
+        """Return a buffer for a new snapshot, in status STAGING; ``own``: first the one that already has this step."""
         slot = min(
             self.slots,
             key=lambda s: (not (own and s.step == step), s.status == COMPLETE, s.step <= step, s.step, s.epoch),
@@ -239,15 +232,10 @@ class Snapshots:
         return staging, how
 
     def _first(self, holders: list[int], owner: int | None, step: int) -> tuple[int, Any]:
-        """Return the first rank that has an intact snapshot of ``step``, and the snapshot's value.
+        """Return the first of ``holders`` that has an intact snapshot of ``step``, and the snapshot's value.
 
-        Args:
-            holders: logical ranks to ask, in this order.
-            owner: logical rank whose peer copy is wanted; None: the asked rank's own snapshot.
-            step: step of the snapshot.
-
-        Raises:
-            FallbackError: no rank has an intact snapshot.
+        ``owner``: logical rank whose peer copy is wanted; None: the asked rank's own snapshot. Raise FallbackError if
+        no rank has one.
         """
         worker = self._worker
         for holder in holders:

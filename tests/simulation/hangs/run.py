@@ -1,7 +1,6 @@
 """Injects faults into simulated steps, and counts how often the production code names the rank and the kind."""
 
 import argparse
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -129,13 +128,7 @@ def _length(layout: Layout, injected: Injected, choice: random.Random) -> float:
 
 
 def judge(chosen: Chosen, expected: dict[int, str], found: Diagnosis) -> Case:
-    """Return whether a diagnosis is right.
-
-    Args:
-        chosen: the case.
-        expected: logical rank -> kind, of the ranks at fault.
-        found: the diagnosis.
-    """
+    """Return whether a diagnosis is right; ``expected``: logical rank -> kind, of the ranks at fault."""
     named = tuple((cause.rank, cause.kind) for cause in found.causes)
     first = named[: len(expected)]
     # of two ranks at fault, one may delay nobody because of the other
@@ -170,11 +163,7 @@ _MOST_MISSES = 40
 
 
 def add_parser(simulations) -> None:
-    """Add the subcommand ``hangs``, with ``run`` as its function.
-
-    Args:
-        simulations: the subparsers.
-    """
+    """Add the subcommand ``hangs`` to the subparsers."""
     parser = simulations.add_parser(
         "hangs",
         help="whether ft diagnose hang names the cause of injected hangs and slow-downs",
@@ -190,7 +179,6 @@ def add_parser(simulations) -> None:
     parser.add_argument(
         "--jobs", type=quantities.count(1, 4096), default=1, metavar="N", help="number of processes (default: 1)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(main=run)
 
 
@@ -206,7 +194,7 @@ def run(given: argparse.Namespace) -> int:
     if given.cases < 1 or given.jobs < 1:
         raise UserError("--cases and --jobs must be at least 1", "leave them out for the defaults")
     found = count(_cases(given.cases, given.seed, given.jobs))
-    print(json.dumps(_values(found)) if given.json else as_text(found))
+    print(as_text(found))
     return 0 if found["all"].ranks >= 0.98 * given.cases and found["all"].kinds >= 0.95 * given.cases else 1
 
 
@@ -219,19 +207,6 @@ def _cases(number: int, seed: int, jobs: int) -> list[Case]:
             seed = seeds.stop
             found += [one for one in pool.map(case, seeds, chunksize=8) if one is not None]
     return found[:number]
-
-
-def _values(found: dict[str, Tally]) -> dict[str, dict]:
-    return {
-        fault: {
-            "cases": tally.cases,
-            "rank_named": tally.ranks,
-            "kind_named": tally.kinds,
-            "innocents_named": tally.innocents,
-            "missed_seeds": [miss.seed for miss in tally.misses],
-        }
-        for fault, tally in sorted(found.items())
-    }
 
 
 def as_text(found: dict[str, Tally]) -> str:

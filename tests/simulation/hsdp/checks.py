@@ -151,14 +151,7 @@ class Checks:
         return knows and unheard_s < world.limits.regress_s - 0.5
 
     def connects(self, rank: "Rank", agreed: Agreed, quorum: Quorum, to: str) -> None:
-        """Check that a rank connects to the present processes of a quorum's members, and to no earlier ones.
-
-        Args:
-            rank: the rank.
-            agreed: answer to the rank's question, with the addresses of the members.
-            quorum: the quorum.
-            to: what the rank connects to, "ring" or "fetch".
-        """
+        """Check that a rank connects ("ring" or "fetch") to the present processes of a quorum's members."""
         for replica, life in quorum.lives.items():
             address, wanted = agreed.rows[replica][rank.index][to], address_row(replica, life, rank.index)[to]
             if address != wanted:
@@ -203,12 +196,6 @@ class Checks:
     def committed(self, rank: "Rank", before: Held, quorum: Quorum, total: tuple[Contribution, ...]) -> None:
         """Check a committed step: its gradient contains the next block of samples of each contributing replica. On the
         way to a state, no block is trained twice and none is left out.
-
-        Args:
-            rank: rank that has committed the step, with its new state.
-            before: the rank's state before the step.
-            quorum: quorum of the step.
-            total: contributions in the gradient.
         """
         consumed = self._consumed.get(before.chain)
         if consumed is None:

@@ -368,13 +368,7 @@ class Rank:
             self._exchanged.set()
 
     def ring_ended(self, attempt: int, total: tuple[Contribution, ...] | None, suspect: int | None) -> None:
-        """Note the outcome of an all-reduce.
-
-        Args:
-            attempt: attempt at a step that it belongs to.
-            total: contributions in the reduced gradient, None if the all-reduce has failed.
-            suspect: replica that may have caused the failure, None if unknown.
-        """
+        """Note the outcome of an all-reduce."""
         if attempt != self.attempt or self._exchanged.is_set:
             return
         if total is None:

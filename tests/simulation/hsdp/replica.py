@@ -49,12 +49,8 @@ class Agent:
         self._notice: clients.MendNotice | None = None
 
     def build(self, seconds: float, restored: Held | None = None, *, in_place: bool = False) -> None:
-        """Start the next life.
-
-        Args:
-            seconds: virtual seconds that this takes.
-            restored: the state with which it begins; None: the initial state, or none if it is not the first life.
-            in_place: whether only lost workers are replaced.
+        """Start the next life in so many virtual seconds, with the state ``restored``; ``in_place``: only lost workers
+        are replaced.
         """
         self._number += 1
         coming = Life(self, self._number, restored, in_place=in_place)

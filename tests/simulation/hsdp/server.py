@@ -137,11 +137,7 @@ class Connection(Peer):
         self._send(self._down, self._at_client, frame)
 
     def closed_by_client(self, heard: bool) -> None:
-        """Close the connection.
-
-        Args:
-            heard: whether the server observes the close. False models a client that gives up a dead network.
-        """
+        """Close the connection. If it is not ``heard``, the client gives up a dead network."""
         self._is_open = False
         if heard:
             self._send(self._up, self._end_at_server, None)
