@@ -43,7 +43,6 @@ class LaunchLine:
     """
 
     world_size: int
-    nodes: int
     flags: Sequence[str] = ()
     replicas: int = 0
 

@@ -28,7 +28,7 @@ from ft.job.replicas.host import FOLDER, QuorumHost
 from ft.job.replicas.launcher import Launcher, MergedConsole
 from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
-from ft.job.replicas.stand_in import Lookout, Place, StandIn
+from ft.job.replicas.stand_in import Lookout, Place
 from ft.platform import election, network, slurm
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
@@ -71,10 +71,19 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     name, turn = _name(asked, whole)
     server = asked.server_options(_host(whole), whole.has_standbys)
     host = QuorumHost(supervisor, whole.run_dir, name, turn, server, console.complain, whole.timeouts)
-    stand_in = _stand_in(name, whole, asked, parts, planned, supervisor)
-    if stand_in is not None:
-        stand_in.begin()
-    code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count, stand_in).run()
+    place = _place(name, whole, asked, parts)
+    if place is not None:
+        place.begin()
+
+    def members_of(number: int) -> list[Member]:
+        setups = [
+            _setup(part, whole, asked, planned.get(part.replica, []), True) for part in _parts_at(number, whole, asked)
+        ]
+        return [Member(setup, supervisor) for setup in setups]
+
+    code = Launcher(
+        supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count, place, members_of
+    ).run()
     own = whole.run_dir if asked.only is None else setups[0].folder
     code = protection.judge_faults(code, own, given.inject_strict, console.say)
     is_first_lost = asked.only is None and host.first_is_lost()
@@ -112,9 +121,7 @@ def prepare(
             parts = parts_here(whole, asked)
             planned = places.plan_faults(specs, asked.count, parts[0], seed)
     if given.script is not None:
-        shape = (
-            LaunchLine(parts[0].world_size, whole.cluster.nnodes, _standby_flags(whole), asked.count) if parts else None
-        )
+        shape = LaunchLine(parts[0].world_size, whole.standby_flags, asked.count) if parts else None
         with problems:
             every = [fault for of_one in planned.values() for fault in of_one]
             protected, found = protection.examine(options.script_of(given), shape, every)
@@ -146,12 +153,7 @@ def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
     cluster = whole.cluster
     if asked.only is not None:
         return [Part(asked.only, cluster.nnodes, cluster.node_rank, whole.nproc, standby_nodes=cluster.standby_nodes)]
-    return parts_of(cluster.node_rank, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
-
-
-def _standby_flags(whole: RunOptions) -> list[str]:
-    given = {"--standby": whole.standby, "--standby-nodes": whole.cluster.standby_nodes}
-    return [f"{flag} {number}" for flag, number in given.items() if number]
+    return _parts_at(cluster.node_rank, whole, asked)
 
 
 def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOptions:
@@ -166,8 +168,6 @@ def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOption
         nproc=part.nproc,
         run_dir=folder,
         run_id=f"{whole.run_id}-{folder.name}",
-        inject=[],
-        scenario=None,
         local_addr=_host(whole),
         control=None,  # the run's folder says where the shared state of its replicas is
         hot_swap=whole.has_standbys,
@@ -194,32 +194,21 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
     return f"r{asked.only}n{cluster.node_rank}", asked.only * cluster.nnodes + cluster.node_rank
 
 
-def _stand_in(
-    name: str,
-    whole: RunOptions,
-    asked: Replicas,
-    parts: list[Part],
-    planned: Mapping[int, list[inject.Fault]],
-    supervisor: Supervisor,
-) -> StandIn | None:
+def _place(name: str, whole: RunOptions, asked: Replicas, parts: list[Part]) -> Place | None:
     """Return the object that holds the lease of this node's place, None in runs without standby nodes."""
-    cluster, run_dir = whole.cluster, whole.run_dir
+    cluster, lookout = whole.cluster, None
     if not cluster.standby_nodes or asked.only is not None:
         return None
-
-    def parts_at(place: int) -> list[Part]:
-        return parts_of(place, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
-
-    def members_of(place: int) -> list[Member]:
-        found = (_setup(part, whole, asked, planned.get(part.replica, []), is_late=True) for part in parts_at(place))
-        return [Member(setup, supervisor) for setup in found]
-
-    lookout = None
     if parts[0].is_standby:
         others = [place for place in range(cluster.nnodes) if place != cluster.node_rank]
-        replicas_of = {place: [part.replica for part in parts_at(place)] for place in others}
-        lookout = Lookout(run_dir, parts, cluster.node_rank, replicas_of)
-    return StandIn(Place(run_dir, name, cluster.node_rank), lookout, members_of)
+        replicas_of = {place: [part.replica for part in _parts_at(place, whole, asked)] for place in others}
+        lookout = Lookout(whole.run_dir, parts, cluster.node_rank, replicas_of)
+    return Place(whole.run_dir, name, cluster.node_rank, lookout)
+
+
+def _parts_at(place: int, whole: RunOptions, asked: Replicas) -> list[Part]:
+    cluster = whole.cluster
+    return parts_of(place, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
 
 
 def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list, is_late: bool = False) -> Setup:

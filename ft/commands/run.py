@@ -97,11 +97,11 @@ def prepare(
         options = resolve(given, environment, job)
     with problems:
         if options is not None:
-            faults = plan_faults(options)
+            faults = plan_faults(options, given)
         else:  # the run's size is unknown, so it cannot be checked that the victim of a fault exists
             inject.read_specs(given.inject, given.scenario, given.seed)
     if given.script is not None:
-        asked = None if options is None else _asked(options)
+        asked = None if options is None else _asked(options, given)
         with problems:
             protected, found = protection.examine(script_of(given), asked, faults)
             problems.add(found)
@@ -111,22 +111,20 @@ def prepare(
     return options, faults, protected
 
 
-def _asked(options: RunOptions) -> LaunchLine:
-    flags = [f"--inject {text}" for text in options.inject]
-    flags += [f"--scenario {options.scenario}"] if options.scenario else []
-    flags += [f"--standby {options.standby}"] if options.standby else []
-    flags += [f"--standby-nodes {options.cluster.standby_nodes}"] if options.cluster.standby_nodes else []
-    return LaunchLine(options.world_size, options.cluster.nnodes, flags)
+def _asked(options: RunOptions, given: argparse.Namespace) -> LaunchLine:
+    flags = [f"--inject {text}" for text in given.inject]
+    flags += [f"--scenario {given.scenario}"] if given.scenario else []
+    return LaunchLine(options.world_size, [*flags, *options.standby_flags])
 
 
-def plan_faults(options: RunOptions) -> list[inject.Fault]:
+def plan_faults(options: RunOptions, given: argparse.Namespace) -> list[inject.Fault]:
     """Return the faults of ``--inject`` and ``--scenario``, the same on every node.
 
     Raises:
         UserError: a fault cannot be parsed or has no victim.
     """
     nodes = [f"n{i}" for i in range(options.cluster.nnodes)]
-    specs, seed = inject.read_specs(options.inject, options.scenario, options.seed)
+    specs, seed = inject.read_specs(given.inject, given.scenario, given.seed)
     return inject.schedule(specs, options.world_size, nodes, seed)
 
 

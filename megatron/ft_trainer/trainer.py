@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ft.protection import training_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.checkpointing import inventory
 from megatron.ft_trainer.checkpointing.content import TrainState
@@ -24,29 +23,15 @@ class JobTrainer:
 
     def __init__(self, job: Job):
         self._job, self.position = job, JobPosition(job)
-        options = job.options
+        options, trainee = job.options, job.trainee
+        self.chunks, self.optimizer, self.scheduler = trainee.chunks, trainee.optimizer, trainee.scheduler
+        self.loaders: Loaders = job.train_loaders or []
         self.seed, self.clip_grad = options.training.seed, options.core.clip_grad
         self.draws_apart = options.training.data_parallel_random_init
         self.steps, self.batch = options.training.train_iters, options.training.global_batch_size
         self.batch_now = self.batch
         self.saves = options.checkpoint.save is not None
         self.save_interval = options.checkpoint.save_interval if self.saves else None
-
-    @property
-    def chunks(self) -> list[DistributedDataParallel]:
-        return self._job.trainee.chunks
-
-    @property
-    def optimizer(self) -> Any:
-        return self._job.trainee.optimizer
-
-    @property
-    def scheduler(self) -> Any:
-        return self._job.trainee.scheduler
-
-    @property
-    def loaders(self) -> Loaders:
-        return self._job.train_loaders or []
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -172,37 +172,20 @@ def test_kill_9_of_the_agent_leaves_nothing(ft_run):
     job.close()
 
 
-def test_sigterm_lets_workers_save(ft_run, tmp_path):
-    text = (
-        "import os, signal, sys, time\n"
-        "def save(*_): os.write(1, b'saved'); sys.exit(0)\n"  # print() may be interrupted by a signal, and then refuses
-        "signal.signal(signal.SIGTERM, save)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(1000)\n"
-    )
-    job = ft_run(text, "--nproc-per-node", 2)
-    for worker in ("n0.w0", "n0.w1"):
-        job.wait_for_log(worker, "ready")
-    job.process.send_signal(signal.SIGTERM)
-    assert job.wait() in (0, 128 + signal.SIGTERM), job.text()
-    assert "saved" in (tmp_path / "run" / "logs" / "n0.w0.log").read_text()
-    assert "saved" in (tmp_path / "run" / "logs" / "n0.w1.log").read_text()
-
-
 SAVES = """import os, signal, sys, time
-def save(*_): os.write(1, b'saved'); sys.exit(0)
+def save(*_): os.write(1, b'saved'); sys.exit(0)  # print() may be interrupted by a signal, and then refuses
 signal.signal(signal.SIGTERM, save)
 print('ready', flush=True)
 while True: time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_other_signals_to_all_processes_of_a_run_let_workers_save(name, ft_run, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_signals_to_ft_run_or_to_all_processes_of_a_run_let_workers_save(name, ft_run, tmp_path):
     job = ft_run(SAVES, "--nproc-per-node", 2)
     for worker in ("n0.w0", "n0.w1"):
         job.wait_for_log(worker, "ready")
-    for pid in job.left():  # as Slurm does
+    for pid in [job.process.pid] if name == "SIGTERM" else job.left():  # Slurm signals all of them
         os.kill(pid, signal.Signals[name])
     assert job.wait() in (0, 128 + signal.Signals[name]), job.text()
     assert f"{name}: workers are told to save and end" in job.text()
@@ -341,6 +324,7 @@ def test_what_cannot_work_ends_with_2_before_anything_starts(ft_run, tmp_path):
         job = ft_run("print('never')", "--rdzv-endpoint", f"127.0.0.1:{port}")
         assert job.wait() == 2
     assert f"cannot listen at 127.0.0.1:{port}" in job.text() and "fix:" in job.text()
+    assert f"process {os.getpid()} (" in job.text()
     assert not (tmp_path / "run").exists()
 
 

@@ -14,15 +14,10 @@ from nodes import Lab, why_not
 
 from ft.base import events
 from ft.base.errors import ENDED_EARLY
+from ft.platform.network import free_port
 
 LIMIT_S = 180.0
 SCRIPT = "import time\ntime.sleep(1000)\n"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -87,18 +82,6 @@ def test_a_directory_that_is_not_shared_is_named(two):
     _, second = two(run_dirs=("run", "elsewhere"))
     text = refused_in(second)
     assert "has no token: it is not the directory of node 0" in text and "give a --run-dir that all nodes share" in text
-
-
-def test_the_process_that_holds_the_port_is_named(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        job = Job(tmp_path, ["--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", "run", "train.py"])
-        text = refused_in(job)
-    job.close()
-    assert f"process {os.getpid()} (" in text
 
 
 def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(corpus, tmp_path):

@@ -40,7 +40,7 @@ class Pool:
 def begin(tmp_path):
     """Return a workforce, its pool, what it posts, and a worker that the pool has not reported yet."""
     cluster, script = Cluster(1, 0, 0, "127.0.0.1", 0), Script("train.py", False, [])
-    options = RunOptions(script, cluster, 1, 0, tmp_path, "id", 0, [], None, None, False, None)
+    options = RunOptions(script, cluster, 1, 0, tmp_path, "id", 0)
     place = environment.NodeContext(options, "n0", "127.0.0.1", "none")
     pool, posted = Pool(), []
     workforce = Workforce(pool, place, posted.append, lambda channel: None, Timeouts())

@@ -14,19 +14,19 @@ TRAINER = Path(__file__).parent.parent.parent / "pretrain_gpt.py"
 
 
 def examined(flags: str = "", *, asked: LaunchLine | None = None, inject_text: str = "", target: Path = TRAINER):
-    asked = asked or LaunchLine(2, 1)
+    asked = asked or LaunchLine(2)
     faults = inject.schedule(inject.parse(inject_text), 2, ["n0"], 0) if inject_text else []
     return protection.examine(Script(str(target), False, f"{runs.BASE} --mock-data {flags}".split()), asked, faults)
 
 
 def test_what_needs_protection_is_refused_where_the_trainer_has_none():
-    found, problems = examined(asked=LaunchLine(2, 1, ["--inject kill@step=3", "--standby 1"]))
+    found, problems = examined(asked=LaunchLine(2, ["--inject kill@step=3", "--standby 1"]))
     assert found.by == NOTHING
     ((problem, fix),) = problems
     assert problem.startswith("--inject kill@step=3, --standby 1 has no effect") and "--ft-hot-swap" in fix
     assert examined() == (RunProtection(NOTHING), [])
-    assert examined("--ft-hot-swap", asked=LaunchLine(2, 1, ["--standby 1"])) == (RunProtection(HOT_SWAP, 1), [])
-    assert examined("--global-batch-size 12", asked=LaunchLine(2, 1, replicas=3)) == (RunProtection(REPLICAS, 2), [])
+    assert examined("--ft-hot-swap", asked=LaunchLine(2, ["--standby 1"])) == (RunProtection(HOT_SWAP, 1), [])
+    assert examined("--global-batch-size 12", asked=LaunchLine(2, replicas=3)) == (RunProtection(REPLICAS, 2), [])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_trainers_own_flags_are_refused_before_it_starts():
 
 
 def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
-    _, problems = examined("--ft-dmr-profile p.json", asked=LaunchLine(1, 1, replicas=3))
+    _, problems = examined("--ft-dmr-profile p.json", asked=LaunchLine(1, replicas=3))
     assert [problem for problem, _ in problems] == [
         "profile (--ft-dmr-profile) cannot be combined with replicas (--ft-hsdp-replicas): a profile describes one "
         "world, and replicas wait for one another",

@@ -29,10 +29,14 @@ from ft.platform.supervisor import Supervisor
 from ft.record import looks
 
 
-def options(line: str, environ: dict | None = None):
+def parsed(line: str):
     parser = Parser(allow_abbrev=False, is_launcher=True)
     arguments.add_flags(parser)
-    return resolve(parser.parse_args(line.split()), environ or {})
+    return parser.parse_args(line.split())
+
+
+def options(line: str, environ: dict | None = None):
+    return resolve(parsed(line), environ or {})
 
 
 @pytest.fixture
@@ -210,11 +214,12 @@ def test_faults_are_planned_alike_on_every_node(script):
     line = (
         f"--nproc-per-node 8 --run-dir r --inject kill@step=3:rank=random --inject hang@step=5:rank=1 --seed 3 {script}"
     )
-    plans = [plan_faults(options(line)) for _ in range(2)]
+    plans = [plan_faults(options(line), parsed(line)) for _ in range(2)]
     assert plans[0] == plans[1]
     assert [fault.kind for fault in plans[0]] == ["kill", "hang"]
+    absent = f"--run-dir r --inject kill@step=3:rank=9 {script}"
     with pytest.raises(UserError):
-        plan_faults(options(f"--run-dir r --inject kill@step=3:rank=9 {script}"))
+        plan_faults(options(absent), parsed(absent))
 
 
 BATCH = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
@@ -277,20 +282,7 @@ def test_who_is_silent():
     assert [is_silent(*one, timeouts) for one in (*loud, *quiet)] == [False] * 3 + [True] * 3
 
 
-OPTIONS = RunOptions(
-    Script("train.py", False, []),
-    Cluster(2, 1, 0, "10.0.0.1", 1),
-    4,
-    0,
-    Path("/r"),
-    "r",
-    3,
-    [],
-    None,
-    None,
-    False,
-    None,
-)
+OPTIONS = RunOptions(Script("train.py", False, []), Cluster(2, 1, 0, "10.0.0.1", 1), 4, 0, Path("/r"), "r", 3)
 PLACE = environment.NodeContext(OPTIONS, "n1", "10.0.0.2", "@s", "/r/faults.n1.json")
 
 

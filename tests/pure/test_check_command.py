@@ -75,19 +75,12 @@ def test_all_problems_are_named_at_once_with_flag_reason_and_fix(capsys):
 
 
 @pytest.mark.parametrize("script", [TRAINER, *(str(tree / "pretrain_gpt.py") for tree in trees())])
-def test_an_option_of_ft_run_after_the_script_is_refused_and_its_place_named(capsys, script):
-    code = cli.main(["check", "--json", script, *LINE.split(), "--ft-hsdp-replicas", "2"])
-    (refused,) = json.loads(capsys.readouterr().out)["refused"]
-    assert code == 2 and refused["flag"] == "--ft-hsdp-replicas" and "before the script" in refused["fix"]
-
-
-@pytest.mark.parametrize("script", [TRAINER, *(str(tree / "pretrain_gpt.py") for tree in trees())])
 def test_flags_of_ft_run_after_the_script_are_named_with_their_place_once(capsys, script):
-    words = [*LINE.split(), "--transformer-impl", "local", "--ft-hot-swap", "--standby", "1", "--run-dir=runs/a"]
-    assert cli.main(["check", "--json", script, *words]) == 2
+    line = f"{LINE} --transformer-impl local --ft-hot-swap --standby 1 --run-dir=runs/a --ft-hsdp-replicas 2"
+    assert cli.main(["check", "--json", script, *line.split()]) == 2
     refused = json.loads(capsys.readouterr().out)["refused"]
-    assert [entry["flag"] for entry in refused] == ["--standby", "--run-dir"]
-    assert all(entry["fix"] == "it is a flag of ft run: give it before the script's name" for entry in refused)
+    assert [entry["flag"] for entry in refused] == ["--standby", "--run-dir", "--ft-hsdp-replicas"]
+    assert all("before the script" in entry["fix"] for entry in refused)
 
 
 def test_memory_falls_with_the_ranks_and_grows_with_snapshots(capsys):

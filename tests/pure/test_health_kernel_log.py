@@ -8,6 +8,7 @@ import pytest
 
 from ft.platform.health import EVENT, Observation, Reader, gpus, kernel_log
 from ft.platform.health.kernel_log import LINES, KernelLog, parse
+from ft.platform.health.observation import Source
 
 AT = "[ 1234.500000] "
 ALIASES = {"0000:3b:00.0": "gpu1", "0000:08:00.0": "mlx5_0"}
@@ -40,10 +41,6 @@ xid.145.fatal | gpu1 | 145
 NVRM: Xid (PCI:0000:3b:00): 145, pid=8, name=ray::Worker, RLW_REMAP Fatal   XC1 i0 Link 12 (0x04 0x40)
 xid.149.fatal | gpu1 | 149
 NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 01 (0x021425c6 0x00000000)
-xid.154.gpu_reset | gpu1 | 154
-NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)
-xid.154.node_reboot | gpu1 | 154
-NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x4 (Drain and Reset) to 0x2 (Node Reboot Required)
 xid.154.drain_p2p | gpu1 | 154
 NVRM: Xid (PCI:0000:3b:00): 154, pid=1, name=a, GPU recovery action changed from 0x0 (None) to 0x3 (Drain P2P)
 xid.154.unknown | gpu1 | 154
@@ -182,7 +179,7 @@ def test_a_line_of_the_kernel_log_is_an_event(line, name, device, value):
 
 def test_the_table_of_lines_is_tested_whole():
     tested = {name for _, name, _, _ in known()}
-    assert {f"xid.154.{name}" for name in ("gpu_reset", "node_reboot", "drain_p2p", "unknown")} <= tested
+    assert {f"xid.154.{name}" for name in ("drain_p2p", "unknown")} <= tested
     left = {line.name for line in LINES if not line.name.startswith(("xid.154.", "xid.{code}"))} - tested
     assert not left
 
@@ -228,9 +225,13 @@ def test_only_complete_new_lines_of_a_log_are_read(tmp_path):
     reader.close()
 
 
+def read(log: KernelLog, aliases=None) -> Source:
+    log.read(found := Source("n0", 1e9), 0.0, aliases or {})
+    return found
+
+
 def events_of(root: Path, aliases=None) -> list[tuple[str, str]]:
-    found = KernelLog(root / "kmsg").read("n0", 1e9, 0.0, aliases or {})
-    return [(o.device, o.name) for o in found.observations]
+    return [(o.device, o.name) for o in read(KernelLog(root / "kmsg"), aliases).observations]
 
 
 def test_a_message_of_several_lines_is_one_event(tmp_path):
@@ -269,7 +270,7 @@ def test_faults_of_several_gpus_are_told_apart(tmp_path):
 def test_wrong_bytes_and_very_long_lines_do_no_harm(tmp_path):
     line = b"[ 5.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=\xff\xfe\x00, Ch 1 "
     (tmp_path / "kmsg").write_bytes(b"\xc3\x28 \x80\n" + line + b"x" * (6 << 20) + b"\n" + line + b"\n")
-    found = KernelLog(tmp_path / "kmsg").read("n0", 1e9, 0.0, {}).observations
+    found = read(KernelLog(tmp_path / "kmsg")).observations
     assert [o.name for o in found] == ["xid.31", "xid.31"] and max(len(o.text) for o in found) <= 1000
     assert "\ufffd" in found[0].text, "the rest of the line is kept"
 
@@ -303,14 +304,14 @@ def test_a_log_that_failed_is_read_from_its_end_on(tmp_path, monkeypatch):
     planted_node.plant(tmp_path)
     planted_node.log(tmp_path, "[ 5.0] NVRM: Xid (PCI:0000:3b:00): 79, of last week")
     log = KernelLog(tmp_path / "dev/kmsg")
-    assert [o.name for o in log.read("n0", 1e9, 0.0, {}).observations] == ["xid.79"]
+    assert [o.name for o in read(log).observations] == ["xid.79"]
 
     def fails(*_):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(kernel_log.os, "read", fails)
-        assert "Input/output error" in log.read("n0", 1e9, 0.0, {}).unreadable
-    assert not log.read("n0", 1e9, 0.0, {}).observations, "old lines are not new"
+        assert "Input/output error" in read(log).unreadable
+    assert not read(log).observations, "old lines are not new"
     planted_node.log(tmp_path, "[ 9.0] NVRM: Xid (PCI:0000:3b:00): 31, new")
-    assert [o.name for o in log.read("n0", 1e9, 0.0, {}).observations] == ["xid.31"]
+    assert [o.name for o in read(log).observations] == ["xid.31"]

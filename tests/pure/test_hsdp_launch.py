@@ -113,9 +113,7 @@ def test_each_replica_of_a_node_sees_its_own_devices():
 
 def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
     script = Script("script.py", False, [])
-    whole = RunOptions(
-        script, Cluster(4, 3, 0, "10.0.0.1", 29400), 8, 0, tmp_path, "r", 9, [], None, 1, True, "10.0.0.4"
-    )
+    whole = RunOptions(script, Cluster(4, 3, 0, "10.0.0.1", 29400), 8, 0, tmp_path, "r", 9, True, "10.0.0.4")
     own = run.replica_options(parts_of(3, 4, 8, 2)[0], whole, Replicas(2))
     assert (own.run_dir, own.run_id) == (tmp_path / "replica-1", "r-replica-1")
     assert own.cluster == Cluster(2, 1, 0, "10.0.0.1", 29400, in_folder=True)
@@ -342,7 +340,7 @@ def test_launchers_tell_one_another_who_has_ended(tmp_path):
 
 def test_a_replica_that_comes_alone_is_reached_where_the_quorum_server_sees_it(tmp_path):
     script, here = Script("script.py", False, []), Cluster(1, 0, 0, "127.0.0.1", 0)
-    whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, [], None, 1, True, None)
+    whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, True)
     alone = flags.Replicas(3, only=2)
     assert run.reachable(whole, alone) == whole, "nobody is there yet"
     election.renew(tmp_path, election.LeaseRecord(0, 0, "tcp://127.0.0.1:4000", "", 1), election.QUORUM)

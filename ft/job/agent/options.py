@@ -92,9 +92,6 @@ class RunOptions:
         run_dir: the run's directory, for logs, the event log and the control plane's files.
         run_id: id of the run.
         max_restarts: maximum number of warm restarts.
-        inject: planned faults, as given on the command line.
-        scenario: file with planned faults, or None.
-        seed: seed for randomly planned faults, or None.
         quiet: whether only the output of workers and errors are printed.
         local_addr: address at which other nodes reach this node, None to detect it.
         domains: kind -> name of this node's failure domains, such as "rack" -> "r1".
@@ -110,11 +107,8 @@ class RunOptions:
     run_dir: Path
     run_id: str
     max_restarts: int
-    inject: list[str]
-    scenario: str | None
-    seed: int | None
-    quiet: bool
-    local_addr: str | None
+    quiet: bool = False
+    local_addr: str | None = None
     control: str | None = None
     """Servers that keep the run's shared state, as ``etcd://HOST:PORT``. None: the run's directory keeps it."""
     domains: dict[str, str] = field(default_factory=dict)
@@ -147,6 +141,12 @@ class RunOptions:
     def has_standbys(self) -> bool:
         """Return whether any node of the run has a standby from the start."""
         return self.standby > 0 or self.cluster.standby_nodes > 0
+
+    @property
+    def standby_flags(self) -> list[str]:
+        """Return the flags that ask for standbys, as the user gives them."""
+        given = {"--standby": self.standby, "--standby-nodes": self.cluster.standby_nodes}
+        return [f"{flag} {number}" for flag, number in given.items() if number]
 
     @property
     def standbys_here(self) -> int:
@@ -227,9 +227,6 @@ def resolve(
         run_dir=run_dir,
         run_id=given.rdzv_id or run_dir.name,
         max_restarts=_DEFAULT_RESTARTS if given.max_restarts is None else given.max_restarts,
-        inject=given.inject,
-        scenario=given.scenario,
-        seed=given.seed,
         quiet=given.quiet,
         local_addr=network.interfaces().get(given.local_addr, given.local_addr),
         data_addr=data_addr,

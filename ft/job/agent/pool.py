@@ -6,6 +6,7 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,7 @@ class WarmPool:
 
     def __init__(self, supervisor: Supervisor, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
         self._supervisor = supervisor
-        self._config = {
-            "target": script.target,
-            "is_module": script.is_module,
-            "args": script.args,
-            "preload": script.preload,
-        }
+        self._config = asdict(script)
         self._environment = {**os.environ, **environment.defaults(os.environ, script.args)}
         self._log, self._stuck_s = log, stuck_s
         self._asked: deque[dict[str, Any]] = deque()

@@ -29,7 +29,7 @@ from ft.job.replicas import marks, policy
 from ft.job.replicas.host import QuorumHost
 from ft.job.replicas.marks import Marks, read
 from ft.job.replicas.member import Member, next_life
-from ft.job.replicas.stand_in import StandIn
+from ft.job.replicas.stand_in import Place
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
 from ft.record import looks
@@ -238,7 +238,8 @@ class Launcher:
         console: console of the launcher.
         replicas: number of replicas of the run.
         least: number of replicas that the run needs.
-        stand_in: holds this node's place in a run with standby nodes, None in other runs.
+        place: this node's place in a run with standby nodes, None in other runs.
+        members_of: returns the members of a place, to start them there.
     """
 
     def __init__(
@@ -250,11 +251,12 @@ class Launcher:
         console: MergedConsole,
         replicas: int,
         least: int,
-        stand_in: StandIn | None = None,
+        place: Place | None = None,
+        members_of: Callable[[int], list[Member]] = lambda place: [],
     ):
         self._supervisor, self._run_dir, self._host, self._console = supervisor, run_dir, host, console
         self._members = {member.replica: member for member in members}
-        self._replicas, self._least, self._stand_in = replicas, least, stand_in
+        self._replicas, self._least, self._place, self._members_of = replicas, least, place, members_of
         self._watch = Watch(run_dir, *_watched(members), Company(run_dir, host.server))
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
@@ -384,18 +386,19 @@ class Launcher:
 
     def _take_place(self) -> None:
         """On a standby node: take the place of a lost node if a replica cannot train without it."""
-        if self._stand_in is None or self._signum or self._finished_at is not None:
+        if self._place is None or self._signum or self._finished_at is not None:
             return
         try:
-            members = self._stand_in.take()
+            has_moved = self._place.take()
         except OSError as error:
             if not self._is_held_up:
                 self._console.complain(f"the place of a lost node cannot be taken now, it is tried again: {error}")
             self._is_held_up = True
             return
-        if not members:
+        if not has_moved:
             return
         self._is_held_up = False
+        members = self._members_of(self._place.number)
         for member in self._members.values():  # to its replica, the end of this agent is the loss of a standby node
             member.on_exit = lambda member, code: None
             member.send(signal.SIGKILL)
@@ -405,7 +408,7 @@ class Launcher:
         self._watch.follow(*_watched(members))
         self._console.show({member.replica: (member.out, member.err) for member in members})
         numbers = ", ".join(str(replica) for replica in self._members)
-        self._console.say(f"this node takes the place of node {self._stand_in.place.number}, in replica {numbers}")
+        self._console.say(f"this node takes the place of node {self._place.number}, in replica {numbers}")
 
     def _kill_orphans(self, now: float) -> bool:
         """Kill the processes that dead agents have left behind; return whether it is worth waiting for some of
@@ -434,7 +437,7 @@ class Launcher:
                 member.code = 128 + signum
 
     def _decide(self, now: float, seen: Seen) -> None:
-        if self._stand_in is not None and self._stand_in.place.is_lost:
+        if self._place is not None and self._place.is_lost:
             self._verdict = policy.Verdict(policy.END, "a standby node has taken the place of this node", code=1)
         elif self._signum:
             if all(member.process is None for member in self._members.values()):
@@ -511,8 +514,8 @@ class Launcher:
         for member in self._members.values():
             member.send(signal.SIGKILL)
         self._watch.close()
-        if self._stand_in is not None:
-            self._stand_in.close()
+        if self._place is not None:
+            self._place.close()
         for notice in self._failure_notices:
             notice.close()
         self._host.close()

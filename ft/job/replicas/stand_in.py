@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ft.base.errors import UserError
 from ft.job.control.state import ENDED, GATHERING
 from ft.job.replicas import marks
 from ft.job.replicas.host import FOLDER
-from ft.job.replicas.member import Member
 from ft.job.replicas.places import Part
 from ft.platform import election, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord
@@ -69,70 +68,6 @@ def choose(places: Mapping[int, Observed], ended: Collection[int], mine: int) ->
         and min(seen.idle_s.values()) > IDLE_S
     ]
     return vacant[mine % len(vacant)] if vacant else None
-
-
-class Place:
-    """The place of this launcher, and its lease.
-
-    Args:
-        run_dir: directory of the run.
-        name: name of this launcher.
-        number: number of the place.
-    """
-
-    def __init__(self, run_dir: Path, name: str, number: int):
-        self._run_dir, self._name, self.number = run_dir, name, number
-        self._keeper: LeaseKeeper | None = None
-
-    def begin(self) -> None:
-        """Claim the place for this launcher, and renew its lease from then on.
-
-        Raises:
-            UserError: another launcher holds the place, or the run's folder cannot be written.
-        """
-        folder = folder_of(self._run_dir, self.number)
-        if election.is_kept(folder, 4 * _BEAT_S):
-            holder = election.read(folder)
-            raise UserError(
-                f"the place of node {self.number} is held by {holder.node if holder else 'another launcher'}",
-                "start ft run with the --node-rank of a node that is lost; ft status shows the nodes",
-            )
-        try:
-            self._hold(election.claim_next(folder, self._name))
-        except OSError as error:
-            problem = f"the place of node {self.number} cannot be claimed in {folder}: {error.strerror}"
-            raise UserError(problem, "choose --run-dir") from error
-
-    def move(self, number: int) -> bool:
-        """Take another place, and leave this one. Return False if another launcher was faster.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        folder = folder_of(self._run_dir, number)
-        term = election.newest(folder) + 1
-        if not election.claim(folder, term, self._name):
-            return False
-        self.close()
-        self.number = number
-        self._hold(term)
-        return True
-
-    @property
-    def is_lost(self) -> bool:
-        """Return whether another launcher has taken the place, because this one seemed to be dead."""
-        return self._keeper is not None and self._keeper.lost
-
-    def close(self) -> None:
-        """Stop renewing the lease."""
-        if self._keeper is not None:
-            self._keeper.close()
-
-    def _hold(self, term: int) -> None:
-        folder, pid = folder_of(self._run_dir, self.number), os.getpid()
-        self._keeper = LeaseKeeper(folder, _BEAT_S)
-        self._keeper.hold(LeaseRecord(term, 0, "", self._name, pid, launcher=processes.identity(pid)))
-        self._keeper.start()
 
 
 class Lookout:
@@ -212,45 +147,83 @@ class Lookout:
                 self.choice = self.look(time.monotonic())
 
 
-class StandIn:
-    """The place of a launcher, with what it needs to take another one.
+class Place:
+    """The place of this launcher, and its lease.
 
     Args:
-        place: the place of this launcher.
+        name: name of this launcher.
         lookout: watches the other places; None for a node that is no standby node.
-        members_of: returns the members (agents of replicas) of a place, for the launcher to start.
     """
 
-    def __init__(self, place: Place, lookout: Lookout | None, members_of: Callable[[int], list[Member]]):
-        self.place, self._lookout, self._members_of = place, lookout, members_of
+    def __init__(self, run_dir: Path, name: str, number: int, lookout: Lookout | None = None):
+        self._run_dir, self._name, self.number, self._lookout = run_dir, name, number, lookout
+        self._keeper: LeaseKeeper | None = None
 
     def begin(self) -> None:
-        """Hold the place, and watch the others on a standby node.
+        """Claim the place for this launcher, and renew its lease from then on; on a standby node, watch the others.
 
         Raises:
             UserError: another launcher holds the place, or the run's folder cannot be written.
         """
-        self.place.begin()
+        folder = folder_of(self._run_dir, self.number)
+        if election.is_kept(folder, 4 * _BEAT_S):
+            holder = election.read(folder)
+            raise UserError(
+                f"the place of node {self.number} is held by {holder.node if holder else 'another launcher'}",
+                "start ft run with the --node-rank of a node that is lost; ft status shows the nodes",
+            )
+        try:
+            self._hold(election.claim_next(folder, self._name))
+        except OSError as error:
+            problem = f"the place of node {self.number} cannot be claimed in {folder}: {error.strerror}"
+            raise UserError(problem, "choose --run-dir") from error
         if self._lookout is not None:
             self._lookout.start()
 
-    def take(self) -> list[Member]:
-        """Take the place of a lost node if one needs it; return the members to start there, else an empty list.
+    def take(self) -> bool:
+        """Take the place of a lost node if one needs it; return whether this is the launcher of another place now.
 
         Raises:
-            OSError: the run's folder cannot be written.
+            OSError: the folder cannot be written.
         """
-        if self._lookout is None or self._lookout.choice is None or not self.place.move(self._lookout.choice):
-            return []
+        if self._lookout is None or self._lookout.choice is None or not self.move(self._lookout.choice):
+            return False
         self._lookout.close()
         self._lookout = None
-        return self._members_of(self.place.number)
+        return True
+
+    def move(self, number: int) -> bool:
+        """Take another place, and leave this one. Return False if another launcher was faster.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder = folder_of(self._run_dir, number)
+        term = election.newest(folder) + 1
+        if not election.claim(folder, term, self._name):
+            return False
+        if self._keeper is not None:
+            self._keeper.close()
+        self.number = number
+        self._hold(term)
+        return True
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether another launcher has taken the place, because this one seemed to be dead."""
+        return self._keeper is not None and self._keeper.lost
 
     def close(self) -> None:
-        """End the threads."""
-        self.place.close()
-        if self._lookout is not None:
-            self._lookout.close()
+        """Stop renewing the lease, and watching the others."""
+        for one in (self._keeper, self._lookout):
+            if one is not None:
+                one.close()
+
+    def _hold(self, term: int) -> None:
+        folder, pid = folder_of(self._run_dir, self.number), os.getpid()
+        self._keeper = LeaseKeeper(folder, _BEAT_S)
+        self._keeper.hold(LeaseRecord(term, 0, "", self._name, pid, launcher=processes.identity(pid)))
+        self._keeper.start()
 
 
 def folder_of(run_dir: Path, place: int) -> Path:

@@ -115,9 +115,8 @@ class Gpus:
         self._events: Any = None
         self._is_open = False
 
-    def read(self, node: str, when: float) -> Source:
-        """Return the observations of all GPUs. ``when``: wall time in seconds since 1970."""
-        found = Source(node, when)
+    def read(self, found: Source) -> None:
+        """Observe all GPUs."""
         if self._nvml is None:
             found.unreadable = "the Python package nvidia-ml-py is not there"
         else:
@@ -127,14 +126,11 @@ class Gpus:
             except Exception as error:
                 found.unreadable = f"NVML: {error}"
         _name_by_driver(found, self._root)
-        return found
 
-    def news(self, node: str, when: float) -> Source:
-        """Return the Xids since the last call of ``read`` or ``news``; none before the first ``read``."""
-        found = Source(node, when)
+    def news(self, found: Source) -> None:
+        """Observe the Xids since the last call of ``read`` or ``news``; none before the first ``read``."""
         if self._is_open:
-            found.observations += self._xids(found)
-        return found
+            self._xids(found)
 
     def close(self) -> None:
         """Release NVML."""
@@ -169,7 +165,7 @@ class Gpus:
     def _read_all(self, found: Source) -> None:
         for index in range(self._nvml.nvmlDeviceGetCount()):
             self._read_one(found, index)
-        found.observations += self._xids(found)
+        self._xids(found)
 
     def _read_one(self, found: Source, index: int) -> None:
         device = f"gpu{index}"
@@ -289,16 +285,14 @@ class Gpus:
         found.add(device, "gpu.fabric.failed", int(status != 0), text=f"NVML status {status}" if status else "")
         found.add(device, "gpu.fabric.unhealthy", len(wrong), text=", ".join(wrong))
 
-    def _xids(self, found: Source) -> list[Any]:
-        """Return the Xids since the last call, as observations."""
-        seen = Source(found.node, found.when)
+    def _xids(self, found: Source) -> None:
+        """Observe the Xids since the last call."""
         for number, data in enumerate(self._waiting()):
             with contextlib.suppress(self._nvml.NVMLError):
                 device = f"gpu{self._nvml.nvmlDeviceGetIndex(data.device)}"
                 # the number makes two Xids of one reading two events
                 said = f"{FROM_NVML}Xid {data.eventData} at {found.when:.3f} ({number})"
-                seen.add(device, self._name_of(data), data.eventData, kind=EVENT, text=said)
-        return seen.observations
+                found.add(device, self._name_of(data), data.eventData, kind=EVENT, text=said)
 
     def _name_of(self, data: Any) -> str:
         """Return the name of the observation of an Xid; that of Xid 154 says what the driver asks for now."""

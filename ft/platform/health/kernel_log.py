@@ -129,8 +129,8 @@ class KernelLog:
         self._held: list[str] = []
         self._has_failed = False
 
-    def read(self, node: str, when: float, ahead: float, aliases: Mapping[str, str]) -> Source:
-        """Return the events that the new lines report; at the first call, those of all lines.
+    def read(self, found: Source, ahead: float, aliases: Mapping[str, str]) -> None:
+        """Observe the events that the new lines report; at the first call, those of all lines.
 
         A log that could not be read any more is read from its end on when it can be again: what is older was reported,
         or is not known to be new.
@@ -138,11 +138,10 @@ class KernelLog:
         Args:
             ahead: wall time minus monotonic time of this host, in seconds.
         """
-        found = Source(node, when)
         try:
             self._open()
             for text in self._whole(self._new()):
-                if event := parse(text, node, when, ahead, aliases):
+                if event := parse(text, found.node, found.when, ahead, aliases):
                     found.observations.append(event)
         except OSError as error:
             self._has_failed = self._file >= 0 or self._has_failed
@@ -150,7 +149,6 @@ class KernelLog:
             found.unreadable = f"{self._path}: {error.strerror}"
             if isinstance(error, PermissionError):
                 found.unreadable += " (it needs root, CAP_SYSLOG, or kernel.dmesg_restrict = 0)"
-        return found
 
     def close(self) -> None:
         """Close the log."""

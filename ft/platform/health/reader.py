@@ -47,16 +47,13 @@ def kernel_status() -> tuple[int, int] | None:
         return None
 
 
-def read_clock(
-    root: Path, node: str, when: float, status: Callable[[], tuple[int, int] | None] = kernel_status, ahead: float = 0.0
-) -> Source:
-    """Return the observations of the clock.
+def _read_clock(found: Source, root: Path, status: Callable[[], tuple[int, int] | None], ahead: float) -> None:
+    """Observe the clock.
 
     Args:
         status: function that returns what ``kernel_status`` does.
         ahead: wall time minus monotonic time of this host, in seconds; its change shows a step of the clock.
     """
-    found = Source(node, when)
     source = text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
     if source is not None:
         found.add("", "clock.slow_source", int(source in _SLOW_SOURCES), text=source)
@@ -69,7 +66,6 @@ def read_clock(
     else:
         found.unreadable = "adjtimex is not permitted, or the clock is not this node's"
     found.add("", "clock.ahead", ahead, "s")
-    return found
 
 
 def ahead_of_monotonic() -> float:
@@ -77,13 +73,8 @@ def ahead_of_monotonic() -> float:
     return time.time() - time.monotonic()
 
 
-def read_disks(root: Path, node: str, when: float, watched: Sequence[Path] = ()) -> Source:
-    """Return the observations of the disks.
-
-    Args:
-        watched: folders whose free space and writability are observed.
-    """
-    found = Source(node, when)
+def _read_disks(found: Source, root: Path, watched: Sequence[Path]) -> None:
+    """Observe the disks, and the free space and writability of the watched folders."""
     for controller in folders(root / "sys/class/nvme"):
         state = text(controller / "state")
         if state is not None:
@@ -100,7 +91,6 @@ def read_disks(root: Path, node: str, when: float, watched: Sequence[Path] = ())
         _read_folder(found, folder)
     if not found.observations:
         found.unreadable = "no disk reports a state or errors"
-    return found
 
 
 def _read_folder(found: Source, folder: Path) -> None:
@@ -122,9 +112,7 @@ _MEMORY_COUNTERS = {"ce_count": "memory.corrected", "ue_count": "memory.uncorrec
 _OF_DIMMS = {"dimm_ce_count": "memory.corrected", "dimm_ue_count": "memory.uncorrected"}
 
 
-def read_memory(root: Path, node: str, when: float) -> Source:
-    """Return the observations of the node's memory. ``root``: root of the file tree; ``when``: wall time in seconds."""
-    found = Source(node, when)
+def _read_memory(found: Source, root: Path) -> None:
     controllers = [each for each in folders(root / "sys/devices/system/edac/mc") if each.name.startswith("mc")]
     for controller in controllers:
         for name, observation in _MEMORY_COUNTERS.items():
@@ -141,7 +129,6 @@ def read_memory(root: Path, node: str, when: float) -> Source:
     if sizes.get("MemTotal") and "MemAvailable" in sizes:
         found.add("", "memory.available_share", sizes["MemAvailable"] / sizes["MemTotal"])
     found.add("", "memory.oom_kills", _table(root / "proc/vmstat").get("oom_kill"), kind=COUNTER)
-    return found
 
 
 def _table(path: Path) -> dict[str, float]:
@@ -164,9 +151,8 @@ _INTERFACE_COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors", "rx_dropped", 
 _LINK_UP, _INFINIBAND_DOWN = "4", "3"
 
 
-def read_ports(root: Path, node: str, when: float) -> Source:
-    """Return the observations of all network ports that are devices, not software."""
-    found = Source(node, when)
+def _read_ports(found: Source, root: Path) -> None:
+    """Observe all network ports that are devices, not software."""
     for adapter in folders(root / "sys/class/infiniband"):
         for port in folders(adapter / "ports"):
             _read_port(found, f"{adapter.name}/{port.name}", port)
@@ -179,7 +165,6 @@ def read_ports(root: Path, node: str, when: float) -> Source:
                 found.aliases.setdefault(address, interface.name)
     if not found.observations:
         found.unreadable = "there is no InfiniBand, RoCE or Ethernet device in /sys/class"
-    return found
 
 
 def _read_port(found: Source, device: str, port: Path) -> None:
@@ -211,13 +196,8 @@ _ERRORS = {"correctable": "pcie.corrected", "nonfatal": "pcie.uncorrected", "fat
 """End of a file's name -> name of the observation."""
 
 
-def read_pcie(root: Path, node: str, when: float, aliases: Mapping[str, str]) -> Source:
-    """Return the observations of PCIe.
-
-    Args:
-        aliases: other names of devices, of which the PCI addresses count -> name of the device.
-    """
-    found = Source(node, when)
+def _read_pcie(found: Source, root: Path, aliases: Mapping[str, str]) -> None:
+    """Observe PCIe. ``aliases``: other names of devices, of which the PCI addresses count -> name of the device."""
     for address, device in aliases.items():
         folder = root / "sys/bus/pci/devices" / address
         for kind, name in _ERRORS.items():
@@ -227,7 +207,6 @@ def read_pcie(root: Path, node: str, when: float, aliases: Mapping[str, str]) ->
             found.add(device, "pcie.lanes_lost", most - width, text=f"{width:g} of {most:g} lanes")
     if not found.observations:
         found.unreadable = "/sys/bus/pci has no known device that counts errors"
-    return found
 
 
 def _total(counts: str | None) -> float | None:
@@ -238,9 +217,8 @@ def _total(counts: str | None) -> float | None:
     return float(words[-1]) if is_sum else None
 
 
-def read_processors(root: Path, node: str, when: float) -> Source:
-    """Read how often heat has slowed the processors of a node down, and how many processors are offline."""
-    found = Source(node, when)
+def _read_processors(found: Source, root: Path) -> None:
+    """Observe how often heat has slowed the processors of a node down, and how many processors are offline."""
     base = root / "sys/devices/system/cpu"
     packages: dict[str, float] = {}
     for processor in (each for each in folders(base) if re.fullmatch(r"cpu\d+", each.name)):
@@ -255,7 +233,6 @@ def read_processors(root: Path, node: str, when: float) -> Source:
         found.add("", "cpu.offline", present - online)
     if not found.observations:
         found.unreadable = "/sys/devices/system/cpu cannot be read"
-    return found
 
 
 def _size(ranges: str | None) -> int | None:
@@ -294,44 +271,41 @@ class Reader:
 
     def read(self) -> Reading:
         """Return what the node says of itself now. Events are those since the last reading."""
-        node, root, when = self._node, self._root, time.time()
-        ahead = ahead_of_monotonic()
-        aliases: dict[str, str] = {}
-        sources: dict[str, Callable[[], Source]] = {
-            "GPUs": lambda: self._gpus.read(node, when),
-            "network ports": lambda: read_ports(root, node, when),
-            "memory": lambda: read_memory(root, node, when),
-            "disks": lambda: read_disks(root, node, when, self._watched),
-            "clock": lambda: read_clock(root, node, when, self._clock_status, ahead),
-            "processors": lambda: read_processors(root, node, when),
-            # last, because they name devices as the other sources do
-            "PCIe": lambda: read_pcie(root, node, when, aliases),
-            "kernel log": lambda: self._log.read(node, when, ahead, aliases),
-        }
-        reading = self._collect(when, sources, aliases)
-        self._aliases = aliases
-        return reading
+        root, ahead = self._root, ahead_of_monotonic()
+        self._aliases = aliases = {}
+        return self._collect(
+            {
+                "GPUs": self._gpus.read,
+                "network ports": lambda found: _read_ports(found, root),
+                "memory": lambda found: _read_memory(found, root),
+                "disks": lambda found: _read_disks(found, root, self._watched),
+                "clock": lambda found: _read_clock(found, root, self._clock_status, ahead),
+                "processors": lambda found: _read_processors(found, root),
+                # last, because they name devices as the other sources do
+                "PCIe": lambda found: _read_pcie(found, root, aliases),
+                "kernel log": lambda found: self._log.read(found, ahead, aliases),
+            },
+            aliases,
+        )
 
     def news(self) -> Reading:
         """Return only the events since the last reading or the last call; a reading has to come first.
 
         This takes so little time that it can be done every second.
         """
-        node, when, aliases = self._node, time.time(), dict(self._aliases)
-        ahead = ahead_of_monotonic()
-        sources: dict[str, Callable[[], Source]] = {
-            "GPUs": lambda: self._gpus.news(node, when),
-            "kernel log": lambda: self._log.read(node, when, ahead, aliases),
-        }
-        return self._collect(when, sources, aliases)
+        ahead, aliases = ahead_of_monotonic(), dict(self._aliases)
+        sources = {"GPUs": self._gpus.news, "kernel log": lambda found: self._log.read(found, ahead, aliases)}
+        return self._collect(sources, aliases)
 
-    def _collect(self, when: float, sources: Mapping[str, Callable[[], Source]], aliases: dict[str, str]) -> Reading:
+    def _collect(self, sources: Mapping[str, Callable[[Source], None]], aliases: dict[str, str]) -> Reading:
         observations: list[Observation] = []
         unreadable: dict[str, str] = {}
-        for name, ask in sources.items():
+        when = time.time()
+        for name, read in sources.items():
             self.asking = name
+            found = Source(self._node, when)
             try:
-                found = ask()
+                read(found)
             except Exception as error:  # what one source answers unexpectedly must not hide the others
                 found = Source(self._node, when, unreadable=f"{type(error).__name__}: {error}")
             observations += found.observations

@@ -8,24 +8,12 @@ from typing import Any
 
 from ft.base.errors import Problem
 from megatron.ft_trainer.arguments.layout import Layout
+from megatron.ft_trainer.arguments.topics import OF_CORE
 
 GPU, TE = "GPU", "transformer-engine"
 
-_PACKAGES = {
-    "mamba-ssm": "mamba_ssm",
-    "transformers": "transformers",
-    "sentencepiece": "sentencepiece",
-    "tiktoken": "tiktoken",
-}
-"""Packages that a line can require -> the name that Python imports them by."""
-
-_OF_TOKENIZERS = {
-    "GPT2BPETokenizer": "transformers",
-    "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece",
-    "TikTokenizer": "tiktoken",
-}
+_OF_TOKENIZERS = {**OF_CORE, "GPT2BPETokenizer": "transformers"}
+"""Value of --tokenizer-type -> the package that it needs."""
 
 _OF_SWITCHES = {
     TE: (
@@ -110,7 +98,7 @@ def is_here(requirement: str) -> bool:
 
 def is_installed(package: str) -> bool:
     """Return whether a package that a flag can require is installed."""
-    return importlib.util.find_spec(_PACKAGES[package]) is not None
+    return importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
 def may_have_gpu() -> bool:
