@@ -24,7 +24,7 @@ from ft.faults.hang.replicas import FOR_OTHERS
 from ft.job.agent.console import Console, Tail
 from ft.job.agent.looks import of_the_system
 from ft.job.control.state import ENDED, GATHERING
-from ft.job.quorum import EPOCHS, FailureNotice
+from ft.job.quorum import EPOCHS, GIVEN_UP, Notice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.host import QuorumHost
 from ft.job.replicas.marks import Marks, read
@@ -265,7 +265,7 @@ class Launcher:
         self._have_trained: set[int] = set()
         self._orphans_since: float | None = None
         self._verdict: policy.Verdict | None = None
-        self._failure_notices: list[FailureNotice] = []
+        self._failure_notices: list[Notice] = []
 
     def run(self) -> int:
         """Run until the run ends; return the exit code. No process of the run is left on this node afterwards."""
@@ -339,12 +339,12 @@ class Launcher:
         self._mark(member.replica, marks.GIVEN_UP)
         self._failure_notices.append(self._notify(member, reason))
 
-    def _notify(self, member: Member, reason: str) -> FailureNotice:
+    def _notify(self, member: Member, reason: str) -> Notice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
         life = next_life(member.folder, 0) - 1
         if member.options.hot_swap:  # each epoch of its workers was a life
             life = (life + 1) * EPOCHS - 1
-        return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
+        return Notice(self._run_dir, member.replica, life, token.find(self._run_dir, 0.0), GIVEN_UP, reason)
 
     def _mark(self, replica: int, mark: str) -> None:
         try:
