@@ -7,6 +7,9 @@ listed, one line for each reason; `--durations-file FILE` writes there what took
 
 import contextlib
 import fcntl
+import importlib
+import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -105,3 +108,18 @@ def ranks(_warm_ranks):
     """Run a function of the test module on N ranks; none of their processes outlives the test."""
     yield _warm_ranks
     _warm_ranks.close_forgotten()
+
+
+@pytest.fixture
+def nvml(tmp_path, monkeypatch):
+    """Return (a planted NVML, a function that sets the state of its GPUs)."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "helpers" / "planted_nvml")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setenv("PLANTED_GPUS", str(tmp_path / "gpus.json"))
+
+    def plant(*gpus):
+        (tmp_path / "new.json").write_text(json.dumps(gpus))
+        (tmp_path / "new.json").rename(tmp_path / "gpus.json")  # another thread may be reading
+
+    yield importlib.import_module("pynvml"), plant
+    sys.modules.pop("pynvml", None)

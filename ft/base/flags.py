@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         takes_value = not equals and (action.nargs != 0 if action is not None else _is_value(words[1:2]))
         if not takes_value:
             return list(words[:1]), problem
-        is_number = action is not None and action.type in (int, float)
+        is_number = action is not None and action.type is not None  # a time and a size are numbers, too
         if not words[1:] or words[1].startswith("--") or (is_number and _is_script(words[1])):
             return list(words[:1]), problem or (f"{flag} has no value", f"see {self.prog} --help")
         return list(words[:2]), problem

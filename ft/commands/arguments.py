@@ -3,6 +3,7 @@
 import argparse
 
 from ft.base.errors import Problem
+from ft.base.quantities import count
 from ft.job.replicas import flags as hsdp
 
 
@@ -74,7 +75,7 @@ def _add_torchrun_flags(group) -> None:
     )
     flag(
         "max-restarts",
-        type=int,
+        type=count(0),
         metavar="N",
         help="maximum number of warm restarts, from the checkpoint or, for a replica, from the other replicas "
         "(default: 3; 1000 for each replica)",
@@ -93,14 +94,14 @@ def _add_fault_tolerance_flags(group) -> None:
     )
     flag(
         "standby",
-        type=int,
+        type=count(0),
         default=0,
         metavar="N",
         help="number of standbys (warm spare workers) on this node; with replicas, of each replica here (default: 0)",
     )
     flag(
         "standby-nodes",
-        type=int,
+        type=count(0),
         default=0,
         metavar="N",
         help="number of nodes that run only standbys: the last N nodes; with replicas, the first is of replica 0, the "
@@ -108,7 +109,7 @@ def _add_fault_tolerance_flags(group) -> None:
     )
     flag(
         "devices-per-node",
-        type=int,
+        type=count(0),
         metavar="N",
         help="number of devices on each node, so that no more workers than that hold a logical rank there; 0: no limit "
         "(default: the number of GPUs, or no limit if there are fewer than --nproc-per-node)",

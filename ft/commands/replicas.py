@@ -26,7 +26,7 @@ from ft.job.replicas import flags, places
 from ft.job.replicas.flags import Replicas, wanted
 from ft.job.replicas.host import FOLDER, QuorumHost
 from ft.job.replicas.launcher import Launcher, MergedConsole
-from ft.job.replicas.member import Member, Setup
+from ft.job.replicas.member import Member
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.stand_in import Lookout, Place
 from ft.platform import election, network, slurm
@@ -58,13 +58,16 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
         given.max_restarts = _RESTARTS
     asked, whole, parts, planned, protected = prepare(given, job)
     make_run_dir(whole, True, [_folder(part, whole) for part in parts], FOLDER)
-    setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
+    supervisor = Supervisor()
+
+    def members_of(parts: list[Part], is_late: bool) -> list[Member]:
+        return [_member(part, whole, asked, planned.get(part.replica, []), supervisor, is_late) for part in parts]
+
+    members = members_of(parts, asked.only is not None)
     if asked.only is None:
         with needs_run_dir(whole.run_dir):
             claim_name(whole.run_dir, whole.cluster.node_rank, whole.joins)
 
-    supervisor = Supervisor()
-    members = [Member(setup, supervisor) for setup in setups]
     console = MergedConsole(whole.quiet, {member.replica: (member.out, member.err) for member in members})
     console.say(_announcement(whole, asked, parts))
     console.say(protection.announcement(protected, whole.cluster.nnodes))
@@ -75,16 +78,12 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     if place is not None:
         place.begin()
 
-    def members_of(number: int) -> list[Member]:
-        setups = [
-            _setup(part, whole, asked, planned.get(part.replica, []), True) for part in _parts_at(number, whole, asked)
-        ]
-        return [Member(setup, supervisor) for setup in setups]
+    def members_at(number: int) -> list[Member]:
+        return members_of(_parts_at(number, whole, asked), True)
 
-    code = Launcher(
-        supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count, place, members_of
-    ).run()
-    own = whole.run_dir if asked.only is None else setups[0].folder
+    least = asked.min_count
+    code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, least, place, members_at).run()
+    own = whole.run_dir if asked.only is None else members[0].folder
     code = protection.judge_faults(code, own, given.inject_strict, console.say)
     is_first_lost = asked.only is None and host.first_is_lost()
     slurm.end_orphaned_job(os.environ, is_first_lost, console.complain)
@@ -211,7 +210,9 @@ def _parts_at(place: int, whole: RunOptions, asked: Replicas) -> list[Part]:
     return parts_of(place, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
 
 
-def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list, is_late: bool = False) -> Setup:
+def _member(
+    part: Part, whole: RunOptions, asked: Replicas, planned: list, supervisor: Supervisor, is_late: bool
+) -> Member:
     own = replica_options(part, whole, asked)
     if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
         raise UserError(
@@ -219,7 +220,7 @@ def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list, is_lat
             "choose another --run-dir, or end the running replica",
         )
     environment = _environment(part, whole, asked, os.environ)
-    return Setup(part, own, planned, environment, is_late or asked.only is not None)
+    return Member(part, own, planned, environment, supervisor, is_late)
 
 
 def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ def cpus_near(address: str, root: Path = Path("/")) -> set[int]:
         text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text()
     except (OSError, ValueError):
         return set()
-    return {cpu for part in text.split(",") if part.strip() for cpu in _range(part.strip())} if node >= 0 else set()
+    return listed(text) if node >= 0 else set()
 
 
 def bind(address: str, environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> set[int]:
@@ -50,6 +50,11 @@ def bind(address: str, environment: Mapping[str, str] = os.environ, root: Path =
     return wanted
 
 
-def _range(text: str) -> range:
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+def listed(text: str) -> set[int]:
+    """Return the numbers of a list of the kernel such as "0-3,8".
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    bounds = [part.strip().partition("-") for part in text.split(",") if part.strip()]
+    return {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}

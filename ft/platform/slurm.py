@@ -100,23 +100,11 @@ def hosts(nodelist: str) -> list[str]:
     Raises:
         UserError: brackets do not match or contain something other than numbers.
     """
-    found = [name for part in _split(nodelist) for name in _expand(part, nodelist)]
+    parts = (part.strip() for part in re.split(r",(?![^\[\]]*\])", nodelist))  # not at the commas inside brackets
+    found = [name for part in parts if part for name in _expand(part, nodelist)]
     if not found:
         raise UserError(f"the Slurm node list {nodelist!r} names no host", "give --rdzv-endpoint HOST:PORT yourself")
     return found
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
-    parts, depth, current = [], 0, ""
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += letter
-    return [part.strip() for part in (*parts, current) if part.strip()]
 
 
 def _expand(part: str, nodelist: str) -> list[str]:

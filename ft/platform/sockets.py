@@ -79,17 +79,6 @@ def listeners(sockets: Sockets) -> Sockets:
     return {fd: inode for fd, inode in sockets.items() if listening({fd: inode})}
 
 
-def towards(sockets: Sockets, port: int) -> Sockets:
-    """Return the connected sockets whose remote end has this port."""
-    found = {}
-    for fd, inode in sockets.items():
-        for own in opened({fd: inode}):
-            with contextlib.suppress(OSError):  # not connected, or no longer
-                if _address(own.getpeername())[1] == port:
-                    found[fd] = inode
-    return found
-
-
 def touching(sockets: Sockets, addresses: set[Address]) -> Sockets:
     """Return the connected sockets with one end in ``addresses``."""
     found = {}

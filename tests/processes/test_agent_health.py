@@ -1,11 +1,7 @@
 """The health watch of a node agent, with planted sources: what it reports, when, and that it never delays the agent."""
 
-import importlib
-import json
-import sys
 import threading
 import time
-from pathlib import Path
 
 import planted_node
 import pytest
@@ -18,7 +14,6 @@ from ft.job.agent.health import AGAIN_S, HealthWatch, News
 from ft.job.messages import DeviceReleased, Observed
 from ft.platform.health import Reader
 
-PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
 GPU = {"used": 1 << 29, "total": 80 << 30, "action": 0, "row_failed": 0, "errors": 0}
 
 
@@ -79,21 +74,6 @@ class Watched:
         """Wait until the first reading, which is the base, is over."""
         assert self.reader.has_read.wait(20)
         self.poll_for(0.1)
-
-
-@pytest.fixture
-def nvml(tmp_path, monkeypatch):
-    """Return (the planted NVML, a function that sets the state of its GPUs)."""
-    monkeypatch.syspath_prepend(PLANTED)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    monkeypatch.setenv("PLANTED_GPUS", str(tmp_path / "gpus.json"))
-
-    def write(*gpus):
-        (tmp_path / "new.json").write_text(json.dumps(gpus))
-        (tmp_path / "new.json").rename(tmp_path / "gpus.json")
-
-    yield importlib.import_module("pynvml"), write
-    sys.modules.pop("pynvml", None)
 
 
 def test_what_happens_during_the_run_is_reported_once(tmp_path):

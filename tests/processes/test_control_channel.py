@@ -212,18 +212,6 @@ def test_what_is_posted_again_comes_in_order_or_not_at_all(channel):
     assert numbers(found) in ([2, 3, 4], [4])
 
 
-def test_a_new_control_plane_goes_on_where_the_record_ends(channel):
-    record = Record(first=5, orders=[order(5), order(6)], taken={"n0": 3})
-    control = channel.host(record)
-    agent = channel.connect(control)
-    assert agent.taken() == 3
-    follower = Follower(agent)
-    control.publish(order(7))
-    assert follower.wait_for(7) == numbered(5, 7)
-    agent.post(4, report(4))
-    assert numbers(receive(control, 1)) == [4]
-
-
 def test_a_record_without_orders_says_what_comes_next(channel):
     control = channel.host(Record(first=12))
     follower = Follower(channel.connect(control))

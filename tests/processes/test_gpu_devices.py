@@ -1,10 +1,8 @@
 """What is read of a node's GPUs without CUDA, and what a node agent makes of it, with planted NVML and nvidia-smi."""
 
-import json
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,23 +12,11 @@ from ft.platform import devices
 
 GIB = 1 << 30
 SOUND = {"used": GIB // 2, "total": 80 * GIB, "action": 0, "row_failed": 0, "errors": 0}
-PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
 
 
 @pytest.fixture
-def plant(tmp_path, monkeypatch):
-    """Return a function that sets the state of the GPUs that a planted NVML reports."""
-    monkeypatch.syspath_prepend(PLANTED)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    monkeypatch.setenv("PLANTED_GPUS", str(tmp_path / "gpus.json"))
-
-    def write(*gpus):
-        file = tmp_path / "new.json"
-        file.write_text(json.dumps(gpus))
-        file.rename(tmp_path / "gpus.json")
-
-    yield write
-    sys.modules.pop("pynvml", None)
+def plant(nvml):
+    return nvml[1]
 
 
 @pytest.mark.parametrize(

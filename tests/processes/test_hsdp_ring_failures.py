@@ -11,11 +11,11 @@ import termios
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, accept, dial
-from ft.platform.sockets import held, towards
 from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
 from ft.systems.hsdp.ring.connect import send_buffer
@@ -452,7 +452,9 @@ def test_the_bytes_in_flight_to_a_neighbour_that_does_not_read_are_bounded(membe
 def connected_to(address: str) -> list[socket.socket]:
     """Our own copies of the connections to an address; one that the ring closes meanwhile is left out."""
     copies = []
-    for descriptor in towards(held(), int(address.rsplit(":", 1)[1])):
+    port = int(address.rsplit(":", 1)[1])
+    connections = [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
+    for descriptor in (one.fd for one in connections):
         with contextlib.suppress(OSError):
             copies.append(socket.socket(fileno=os.dup(descriptor)))
     return copies

@@ -74,8 +74,8 @@ def test_standby_nodes_are_the_last_ones(script):
     ("line", "says"),
     [
         ("missing.py", "missing.py does not exist"),
-        ("--standby -1 train.py", "--standby -1 is negative"),
-        ("--max-restarts -2 train.py", "--max-restarts -2 is negative"),
+        ("--standby -1 train.py", "--standby: '-1': not a whole number from 0 to"),
+        ("--max-restarts -2 train.py", "--max-restarts: '-2': not a whole number from 0"),
         ("--nnodes 1:4 train.py", "--nnodes 1:4: a run has a fixed number"),
         ("--nnodes 0 train.py", "--nnodes 0 is no number"),
         ("--nnodes 2 train.py", "needs this node's number"),
@@ -120,7 +120,7 @@ def test_the_way_to_a_node_can_be_given_as_an_interface(script):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--nproc 2 --standby -1 train.py", ["unknown flag --nproc", "--standby -1 is negative"]),
+        ("--nproc 2 --standby -1 train.py", ["unknown flag --nproc", "--standby: '-1': not a whole number"]),
         ("--standby --seed x missing.py", ["--standby has no value", "--seed: invalid int", "missing.py"]),
         ("--standby train.py", ["--standby has no value"]),
         ("--hidden-size 8 train.py", ["unknown flag --hidden-size"]),

@@ -1,17 +1,12 @@
 """What is read of a node's health, from planted file trees, a planted kernel log and a planted NVML."""
 
-import importlib
-import json
-import sys
 from pathlib import Path
 
 import planted_node
-import pytest
 
 from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences, gpus
 from ft.platform.health.reader import kernel_status, of_this_node
 
-PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
 GPU = {"used": 1, "errors": 0, "corrected": 4, "row_failed": 0, "retired": 0, "temperature": 60, "milliwatts": 310500}
 GPU |= {"reasons": 0, "replays": 12, "links": [[0, 0, 0, 0], None], "action": 0}
 
@@ -22,16 +17,6 @@ def read(root: Path, **how) -> Reading:
 
 def values(reading: Reading) -> dict[tuple[str, str], float]:
     return {(o.device, o.name): o.value for o in reading.observations}
-
-
-@pytest.fixture
-def nvml(tmp_path, monkeypatch):
-    """Return (the planted NVML, a function that sets the state of its GPUs)."""
-    monkeypatch.syspath_prepend(PLANTED)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    monkeypatch.setenv("PLANTED_GPUS", str(tmp_path / "gpus.json"))
-    yield importlib.import_module("pynvml"), lambda *gpus: (tmp_path / "gpus.json").write_text(json.dumps(gpus))
-    sys.modules.pop("pynvml", None)
 
 
 def test_a_planted_node_is_read_whole(tmp_path):

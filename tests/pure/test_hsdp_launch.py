@@ -129,15 +129,12 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--ft-hsdp-replicas", "0"], "less than 1"),
         (["--ft-hsdp-wait", "1s"], "no number of replicas"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "2"], "between 0 and 1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-min-replicas", "3"], "between 1 and the 2"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "1d"], "--ft-hsdp-wait 86400s is not below"),
-        (["--ft-hsdp-replicas", "2", "--ft-hsdp-streams", "0"], "between 1 and 16"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "12"], "--ft-hsdp-chunk 12 is not a multiple of 8"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "2GiB"], "between 8 and"),
-        (["--ft-hsdp-replicas", "2", "--ft-hsdp-chunks", "0"], "--ft-hsdp-chunks 0 is not between 1 and"),
         (["--ft-spare-redundancy", "2"], "no number of replicas"),
         (["--ft-hsdp-replicas", "4", "--ft-spare-redundancy", "3"], "redundancy 3 cannot be placed on 4 groups"),
         (["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "1"], "redundancy"),
@@ -154,11 +151,19 @@ def test_bad_flags_are_refused(words, says):
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("wait", ["-1", "nan", "5"])
-def test_a_wait_that_is_no_time_is_refused_with_the_units(wait, capsys):
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        *(("--ft-hsdp-wait", wait, "ms, s, m (or min), h or d") for wait in ("-1", "nan", "5")),
+        *(("--ft-hsdp-replicas", number, "not a whole number from 1 to") for number in ("0", "-1")),
+        ("--ft-hsdp-streams", "17", "not a whole number from 1 to 16"),
+        ("--ft-hsdp-chunks", "0", "not a whole number from 1 to 1,024"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_can_be_given(flag, value, says, capsys):
     with pytest.raises(SystemExit):
-        given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", wait)
-    assert "ms, s, m (or min), h or d" in capsys.readouterr().err
+        given("--ft-hsdp-replicas", "2", flag, value)
+    assert says in capsys.readouterr().err
 
 
 def test_what_was_asked_for_reaches_workers_and_the_quorum_server():

@@ -6,23 +6,34 @@ has the number of that restart.
 """
 
 import contextlib
+import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from ft import faults as inject
 from ft.base import events, files
 from ft.base.errors import PLANNED_ENDS, UserError
 from ft.base.files import needs_run_dir
 from ft.faults.verdict import USER_CODE
 from ft.job.agent import first_contact
-from ft.job.agent.announcements import cause_of_crash
-from ft.job.agent.console import last_words
-from ft.job.agent.control_plane import Fenced, JournalBroken
-from ft.job.agent.pool import PoolBroken, PoolUpkeep
-from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
-from ft.job.agent.workforce import Worker
+from ft.job.agent.announcements import RecoveryNews, Room, cause_of_crash
+from ft.job.agent.console import Console, last_words
+from ft.job.agent.control_plane import ControlPlaneSupervisor, Fenced, JournalBroken, Sidecar
+from ft.job.agent.devices import Devices
+from ft.job.agent.environment import Masters, NodeContext
+from ft.job.agent.faults import AgentFaults
+from ft.job.agent.health import HEALTH_ROOT, HealthWatch
+from ft.job.agent.membership import Membership, claim_name
+from ft.job.agent.options import RunOptions, count_gpus
+from ft.job.agent.pool import PoolBroken, PoolUpkeep, WarmPool
+from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked, Uplink
+from ft.job.agent.workforce import Worker, WorkerListener, Workforce, listen
+from ft.job.control.state import Options as ControlOptions
 from ft.job.messages import (
     AgentBeat,
     AgentLeaving,
@@ -44,11 +55,11 @@ from ft.job.messages import (
     Spawn,
     Stop,
 )
-from ft.platform import processes
+from ft.net.codec import to_json
+from ft.platform import network, processes
+from ft.platform.health.reader import Reader, of_this_node
+from ft.platform.supervisor import Supervisor
 from ft.record.run import AGENT_LOG
-
-if TYPE_CHECKING:
-    from ft.job.agent.start import Components
 
 _TICK_S = 0.1
 """Longest time for which the event loop waits for an event, in seconds."""
@@ -95,22 +106,32 @@ class Agent:
     """Runs one node of an ``ft run``: carries out the orders of the control plane on the workers of the node.
 
     Args:
-        parts: the components that the agent works with.
+        port: port on which the run's control plane listens.
+        faults: all planned faults of the run.
         ranks: logical ranks of its first workers.
-        life: number of the life of the run in which the agent starts.
         joined: message to print once the first snapshots of all workers have reached their peers.
+        began: wall-clock time at which training first began, None if it has not.
+
+    Raises:
+        UserError: the control plane's host cannot be reached, the run's directory cannot be written, or this node's
+            ft run is at work already.
     """
 
-    def __init__(self, parts: "Components", ranks: list[int], life: int = 0, joined: str = ""):
-        self._parts, self._membership, self._options = parts, parts.membership, parts.membership.place.options
-        self._console, self._uplink = parts.console, parts.uplink
-        self._workforce, self._masters = parts.workforce, parts.masters
-        self._pool = PoolUpkeep(parts.supervisor, parts.pool, parts.workforce, parts.console, self._on_exit)
-        self._control = parts.control_supervisor
-        self._control.obey = self._obey
-        self._first_ranks = [] if parts.membership.is_late else ranks
-        self._number = self._life = life
-        self._begin: Begin | None = Begin(life, self._first_ranks)
+    def __init__(
+        self,
+        options: RunOptions,
+        port: int,
+        faults: list[inject.Fault],
+        ranks: list[int],
+        joined: str = "",
+        began: float | None = None,
+    ):
+        self._options = options
+        self._connect(port, faults)
+        self._workforce.training_since = began
+        self._first_ranks = [] if self.membership.is_late else ranks
+        self._number = self._life = options.life or 0
+        self._begin: Begin | None = Begin(self._life, self._first_ranks)
         self._seats: dict[int, str] = {}
         self._ending: Ending | None = None
         self._signum = 0
@@ -119,9 +140,40 @@ class Agent:
         self._joined = joined
         self._reported: set[str] = set()
         self._last_words_of: set[str] = set()
-        self._messages = first_contact.Messages(self._options.run_dir)
+        self._messages = first_contact.Messages(options.run_dir)
         self._has_crashed = False
-        self._beat_s, self._next_beat = parts.timeouts.agent_beat_s, 0.0
+        self._beat_s, self._next_beat = options.timeouts.agent_beat_s, 0.0
+
+    def _connect(self, port: int, faults: list[inject.Fault]) -> None:
+        """Make the components of this agent, and connect them to each other; nothing is started."""
+        options, cluster, timeouts = self._options, self._options.cluster, self._options.timeouts
+        run_dir, node_rank = options.run_dir, cluster.node_rank
+        supervisor, console = Supervisor(), Console(options.quiet)
+        endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
+        uplink = Uplink(run_dir, endpoint, supervisor.wake, timeouts, node_rank)
+        pool = WarmPool(supervisor, options.script, run_dir / "logs" / f"n{node_rank}.pool.log", timeouts.stuck_s)
+        name, listener = listen()
+        place = _place(options, port, name, faults)
+        workforce = Workforce(pool, place, uplink.post, supervisor.unwatch, timeouts)
+        given = options.devices
+        devices = Devices(
+            count_gpus if given is None else lambda: given, options.nproc, supervisor.wake, left_out=options.left_out
+        )
+        recoveries = RecoveryNews(None if node_rank else run_dir / "events.jsonl", console.show)
+        where, settings = _channel_address(options, port, place.host), _settings(options, len(faults))
+        sidecar = Sidecar(supervisor, run_dir, where, settings)
+        reader = _reader(options, place.node)
+        self._supervisor, self.console, self._uplink, self._workforce = supervisor, console, uplink, workforce
+        self._devices, self._recoveries, self._warm_pool = devices, recoveries, pool
+        self.membership = Membership(place, devices)
+        self._worker_listener = WorkerListener(listener, supervisor, workforce)
+        self._masters, self._room = Masters(place, uplink), Room(run_dir, console.complain)
+        self._pool = PoolUpkeep(supervisor, pool, workforce, console, self._on_exit)
+        self._control = ControlPlaneSupervisor(
+            run_dir, node_rank, sidecar, timeouts, uplink, console, recoveries, self._obey
+        )
+        self._faults = AgentFaults(_own(faults, place), place.node, str(run_dir), uplink.record)
+        self._health = HealthWatch(options.health, reader, devices, uplink.post, console.complain)
 
     def run(self) -> int:
         """Supervise the node until the run ends, and return the exit code.
@@ -134,11 +186,11 @@ class Agent:
                 self._turn()
             return self._ending.code
         except (PoolBroken, UserError) as error:
-            self._console.complain(str(error))
+            self.console.complain(str(error))
             return getattr(error, "exit_code", 1)
         # the connection's threads may be inside torch: an uncaught exception here could abort the process
         except Exception:
-            self._console.complain(traceback.format_exc())
+            self.console.complain(traceback.format_exc())
             self._leave_word(traceback.format_exc())
             return 1
         finally:
@@ -147,31 +199,31 @@ class Agent:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        self._parts.supervisor.open(self._on_signal, self._on_exit)
-        self._parts.worker_listener.open()
+        self._supervisor.open(self._on_signal, self._on_exit)
+        self._worker_listener.open()
         self._control.settle(self._life, self._node)
-        if self._options.cluster.node_rank == 0 and not self._membership.is_late:
+        if self._options.cluster.node_rank == 0 and not self.membership.is_late:
             with needs_run_dir(self._options.run_dir):
                 self._control.start()
         self._pool.start()
-        self._parts.devices.start()
-        self._uplink.start(self._membership.join, self._life)
-        self._parts.health.start()
+        self._devices.start()
+        self._uplink.start(self.membership.join, self._life)
+        self._health.start()
 
     @property
     def _node(self) -> str:
-        return self._membership.place.node
+        return self.membership.place.node
 
     def _turn(self) -> None:
         until, has_happened = time.monotonic() + _TICK_S, False
         while not has_happened and time.monotonic() < until:
-            has_happened = self._parts.supervisor.turn(_GLANCE_S)
+            has_happened = self._supervisor.turn(_GLANCE_S)
             has_happened = self._glance() or has_happened
         for what in self._uplink.take():
             self._obey(what)
-        for report in self._parts.devices.reports():
+        for report in self._devices.reports():
             self._uplink.post(report)
-        self._parts.health.poll(self._node, time.monotonic())
+        self._health.poll(self._node, time.monotonic())
         self._begin_when_possible()
         now = time.monotonic()
         self._workforce.judge(now)
@@ -180,19 +232,19 @@ class Agent:
             self._next_beat = now + self._beat_s
             beats = self._workforce.beats(now)
             self._uplink.post(AgentBeat(self._node, beats, self._workforce.take_step_times()))
-            self._parts.faults.heard(beats)
-            self._parts.room.heard(beats)
+            self._faults.heard(beats)
+            self._room.heard(beats)
             if self._control.is_here and self._workforce.training_since is None:
                 for node, reason in self._messages.new():
                     self._uplink.post(NodeRefused(node, reason))
             self._workforce.sweep()
         if self._joined and self._workforce.is_guarded:
-            self._console.say(self._joined)
+            self.console.say(self._joined)
             self._joined = ""
         self._workforce.looks.poll()
-        self._parts.recoveries.poll()
-        self._parts.room.poll()
-        self._console.poll()
+        self._recoveries.poll()
+        self._room.poll()
+        self.console.poll()
         if self._signum and not self._ending and not self._rank_holders():
             self._leave_after_grace(now)
         if self._ending and now > self._ending.deadline:
@@ -218,23 +270,23 @@ class Agent:
             self._say_leaving()  # sent first, so that the control plane knows that the following exits are intended
         worker = self._workforce.ended(pid, code)
         if worker is not None:
-            self._parts.devices.ended(worker.name, self._node)
+            self._devices.ended(worker.name, self._node)
         if worker is not None and code not in PLANNED_ENDS and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
 
     def _tell_last_lines(self, worker: Worker, code: int) -> None:
-        if self._console.shows(worker.log):
-            self._console.poll(to_the_end=True)
+        if self.console.shows(worker.log):
+            self.console.poll(to_the_end=True)
         rank = next((r for r, name in self._seats.items() if name == worker.name), worker.rank)
         what = f"logical rank {rank}" if rank is not None else "a standby"
         text = [f"{worker.name} ({what}) {processes.how_it_ended(code)}"]
-        lines = [] if self._console.shows(worker.log) else last_words(worker.log, code)
+        lines = [] if self.console.shows(worker.log) else last_words(worker.log, code)
         if lines:
             text[0] += f"; the last lines of {worker.log}:"
-        if lines or self._console.shows(worker.log):
+        if lines or self.console.shows(worker.log):
             self._last_words_of.add(worker.name)
         self._reported.add(text[0].partition(";")[0])
-        self._console.complain("\n".join(text + [f"    {line}" for line in lines]))
+        self.console.complain("\n".join(text + [f"    {line}" for line in lines]))
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
@@ -247,16 +299,16 @@ class Agent:
                 self._workforce.estates.clear()
             case Close():
                 self._workforce.tell(what)
-                self._parts.recoveries.expect(what.epoch + 1)
+                self._recoveries.expect(what.epoch + 1)
             case Open():
                 self._workforce.tell_heirs({rank: what.seats[rank].worker for rank in what.joiners})
                 self._workforce.tell(what)
-                self._membership.sweep(what.epoch)
+                self.membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()
-                self._parts.faults.opened(what, self._workforce.training_since)
+                self._faults.opened(what, self._workforce.training_since)
                 for seat in what.seats.values():
                     if seat.node == self._node:
-                        self._parts.devices.take(seat.worker, seat.local_rank)
+                        self._devices.take(seat.worker, seat.local_rank)
                 self._seat({rank: seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Look():
                 self._workforce.look(what)
@@ -288,7 +340,7 @@ class Agent:
 
     def _tell_notice(self, order: Notice) -> None:
         if self._options.cluster.node_rank == 0 or self._control.is_here:
-            self._console.complain(order.message)
+            self.console.complain(order.message)
 
     def _spawn_standbys(self, count: int) -> None:
         master = self._masters.known(self._number)
@@ -296,8 +348,8 @@ class Agent:
             self._workforce.spawn(None, 0, self._number, master)
 
     def _restart(self, order: Restart) -> None:
-        self._console.say(f"warm restart {order.number}: {order.reason}")
-        self._parts.recoveries.expect(0)
+        self.console.say(f"warm restart {order.number}: {order.reason}")
+        self._recoveries.expect(0)
         self._workforce.estates.clear()
         self._begin = Begin(order.number, order.ranks.get(self._node, []))
         self._workforce.kill_all()
@@ -307,7 +359,7 @@ class Agent:
         address is known.
         """
         begin = self._begin
-        if begin is None or self._ending or self._signum or self._workforce.workers or self._parts.devices.is_busy:
+        if begin is None or self._ending or self._signum or self._workforce.workers or self._devices.is_busy:
             return
         if begin.join:
             if not self._can_join_again(begin):
@@ -317,7 +369,7 @@ class Agent:
         if begin.ranks and master is None:
             return
         self._begin, self._number = None, begin.number
-        devices = self._parts.devices
+        devices = self._devices
         # If there are too few sound devices, the control plane will find other nodes for these ranks.
         for rank, device in zip(begin.ranks, devices.sound(len(begin.ranks)), strict=False):
             assert master is not None, "there are ranks"
@@ -330,7 +382,7 @@ class Agent:
         world_size = self._options.world_size
         names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
         workers = self._workforce.workers
-        self._console.follow([workers[name].log for name in names if name in workers], fresh)
+        self.console.follow([workers[name].log for name in names if name in workers], fresh)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -342,7 +394,7 @@ class Agent:
             return
         self._signum = signum
         name = signal.Signals(signum).name
-        self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
+        self.console.say(f"{name}: workers are told to save and end; a second signal kills them")
         self._uplink.post(EndWanted(self._node, signum))
         self._workforce.terminate(self._rank_holders())
 
@@ -360,10 +412,10 @@ class Agent:
         return set(self._seats.values()) & self._workforce.workers.keys()
 
     def _stop(self, order: Stop) -> None:
-        self._console.poll(to_the_end=True)
+        self.console.poll(to_the_end=True)
         tells = self._options.cluster.node_rank == 0 or self._control.is_here
         if tells and order.message not in ("", *self._reported) and not self._signum:
-            self._console.complain(order.message)
+            self.console.complain(order.message)
         is_planned = order.code in PLANNED_ENDS
         self._has_crashed = tells and not self._signum and not is_planned and order.code != USER_CODE
         self._end(128 + self._signum if self._signum and not is_planned else order.code, 0.0)
@@ -377,7 +429,7 @@ class Agent:
                 self._was_unlinked = True
             case Linked():
                 if self._was_unlinked:
-                    self._console.say(f"the control plane answers again (term {what.term})")
+                    self.console.say(f"the control plane answers again (term {what.term})")
                 self._was_unlinked = False
             case NewLife():
                 self._begin_anew(what.number, "the run has begun anew")
@@ -390,7 +442,7 @@ class Agent:
                 self._refuse(what.reason)
 
     def _refuse(self, reason: str) -> None:
-        self._console.complain(f"the run ends: {reason}")
+        self.console.complain(f"the run ends: {reason}")
         self._alone = True
         self._end(1, 0.0)
         self._workforce.kill_all()
@@ -399,7 +451,7 @@ class Agent:
         """End this node's workers and join again as a standby node: other nodes take over its logical ranks."""
         if self._ending or (self._begin is not None and self._begin.join):
             return
-        self._console.complain(f"{self._node} is out of the run ({reason}): its workers end, and it joins as a standby")
+        self.console.complain(f"{self._node} is out of the run ({reason}): its workers end, and it joins as a standby")
         self._uplink.close()
         self._first_ranks = []
         self._begin = Begin(self._latest_number(), [], join=True)
@@ -414,9 +466,9 @@ class Agent:
             return
         goes_on = (number <= self._options.max_restarts or not anew) and not self._signum
         what = f"warm restart {number} from the checkpoint" if goes_on else "the run ends"
-        self._console.complain(f"{reason}; {what}")
+        self.console.complain(f"{reason}; {what}")
         self._begin, self._life = Begin(number, self._first_ranks, join=True, anew=anew), number
-        self._parts.recoveries.expect(0)
+        self._recoveries.expect(0)
         if not goes_on:
             self._alone = True
             self._end(1, 0.0)
@@ -433,7 +485,7 @@ class Agent:
             self._join_again(begin)
         except OSError as error:
             if not self._join_at:
-                self._console.complain(f"{self._node} cannot join again now: {error}; it tries until it can")
+                self.console.complain(f"{self._node} cannot join again now: {error}; it tries until it can")
             self._join_at = now + _RETRY_S
             return False
         self._join_at = 0.0
@@ -441,12 +493,12 @@ class Agent:
 
     def _join_again(self, begin: Begin) -> None:
         if not self._first_ranks and not begin.anew:
-            self._membership.come_back()
-            self._workforce.settle(self._membership.place)
+            self.membership.come_back()
+            self._workforce.settle(self.membership.place)
         self._control.settle(self._life, self._node)
         if begin.anew:
             self._control.start()
-        self._uplink.start(self._membership.join, self._life)
+        self._uplink.start(self.membership.join, self._life)
         if begin.anew:
             stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
             self._uplink.post(Observed(events.CONTROL_RESTARTED, {**stamps, "number": begin.number}))
@@ -472,22 +524,83 @@ class Agent:
 
     def _clean_up(self) -> None:
         self._workforce.kill_all()
-        self._console.poll(to_the_end=True)
-        self._parts.recoveries.finish()
+        self.console.poll(to_the_end=True)
+        self._recoveries.finish()
         if not self._alone:
             self._say_leaving()
             self._uplink.flush(_LEAVE_S)
         self._uplink.close()
-        self._parts.faults.close()
-        self._parts.pool.close()
+        self._faults.close()
+        self._warm_pool.close()
         self._control.close()
-        self._parts.supervisor.close()
-        self._parts.worker_listener.close()
+        self._supervisor.close()
+        self._worker_listener.close()
         self._workforce.looks.close()
-        self._parts.room.close()
-        self._parts.recoveries.close()
+        self._room.close()
+        self._recoveries.close()
         if self._has_crashed:
-            self._console.complain(cause_of_crash(self._options.run_dir, self._last_words_of))
-        self._parts.health.close()
+            self.console.complain(cause_of_crash(self._options.run_dir, self._last_words_of))
+        self._health.close()
         # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
-        self._console.close()
+        self.console.close()
+
+
+def _reader(options: RunOptions, node: str) -> Callable[[], Reader]:
+    root = os.environ.get(HEALTH_ROOT)
+    return lambda: of_this_node(node, Path(root) if root else None, [options.run_dir])
+
+
+def _own(faults: list[inject.Fault], place: NodeContext) -> list[inject.Fault]:
+    """Address this node's planned faults to this agent.
+
+    If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
+    """
+    asked = f"n{place.options.cluster.node_rank}" if place.options.life else place.node
+    return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
+
+
+def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
+    """Return the address at which a control plane on this node would be reached."""
+    cluster = options.cluster
+    return f"tcp://{cluster.host}:{port}" if cluster.node_rank == 0 else f"tcp://{own_host}:0"
+
+
+def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> NodeContext:
+    cluster = options.cluster
+    with needs_run_dir(options.run_dir):
+        # the launcher of a replica of FT-HSDP has looked already, and starts agents again and again
+        joins = options.joins or options.life is not None
+        name = claim_name(options.run_dir, cluster.node_rank, joins)
+    host = options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0)
+    return NodeContext(options, name, host, agent_socket, _write(faults, options.run_dir, name))
+
+
+def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
+    """Write the planned faults to a file for the workers of ``node``. Return its path, "" if no faults are planned."""
+    if not faults:
+        return ""
+    path = run_dir / f"faults.{node}.json"
+    try:
+        inject.write(path, faults)
+    except OSError as error:
+        raise UserError(f"the planned faults cannot be written: {error}", "choose --run-dir") from error
+    return str(path)
+
+
+def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
+    cluster = options.cluster
+    # a replica that starts again does not wait for its standby nodes: one of them may have moved to another replica
+    waits_for_all = not options.life
+    settings = ControlOptions(
+        cluster.nnodes if waits_for_all else cluster.training_nodes,
+        counts_standby_nodes=waits_for_all,
+        faults=faults,
+        command=[options.script.target, *options.script.args],
+        **{name: getattr(options, name) for name in _SHARED},
+    )
+    values: dict[str, Any] = to_json(settings)
+    return values
+
+
+_SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")
+"""Options of the run that the control plane has under the same names."""

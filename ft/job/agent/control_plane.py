@@ -211,8 +211,6 @@ class ControlPlaneSupervisor:
     Args:
         sidecar: the control plane's process, not started yet.
         recoveries: prints the summaries of recoveries, on a node that takes the control plane over too.
-
-    Attributes:
         obey: called with the events ``Refused``, ``Fenced`` and ``JournalBroken``.
     """
 
@@ -225,9 +223,10 @@ class ControlPlaneSupervisor:
         uplink: Uplink,
         console: Console,
         recoveries: RecoveryNews,
+        obey: Callable[[Any], None],
     ):
         self._run_dir, self._node_rank, self._timeouts = run_dir, node_rank, timeouts
-        self._uplink, self._console, self._recoveries = uplink, console, recoveries
+        self._uplink, self._console, self._recoveries, self._obey = uplink, console, recoveries, obey
         self._lease: LeaseKeeper | None = None
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
         self._life = self._life_of_deaths = 0
@@ -240,7 +239,6 @@ class ControlPlaneSupervisor:
         self._pauses = OwnPauses(_WATCH_S)
         self._sidecar = sidecar
         sidecar.on_exit = self._ended
-        self.obey: Callable[[Any], None] = lambda event: None
 
     @property
     def is_here(self) -> bool:
@@ -310,9 +308,9 @@ class ControlPlaneSupervisor:
             self._console.say(f"{why}; {self._node} ({socket.gethostname()}) takes over, training goes on")
             self._recoveries.adopt(self._run_dir / "events.jsonl")
         elif what == succession.FENCE:
-            self.obey(Fenced(why))
+            self._obey(Fenced(why))
         elif what == succession.GIVE_UP:
-            self.obey(Refused(why))
+            self._obey(Refused(why))
 
     def finish(self) -> None:
         """Start no other control plane from now on."""
@@ -386,9 +384,9 @@ class ControlPlaneSupervisor:
         how = f"the control plane {processes.how_it_ended(code)}"
         lines = [f"    {line}" for line in last_lines(self._sidecar.log)]
         if code == UserError.exit_code:
-            self.obey(Refused("\n".join([how, *lines])))
+            self._obey(Refused("\n".join([how, *lines])))
         elif self._dies_again_and_again():
-            self.obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
+            self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
         elif self._try_start():
             self._console.say(f"{how}; another one takes over from its journal, training goes on")
 

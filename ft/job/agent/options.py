@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.base import files, token
-from ft.base.errors import Problem, Problems, UserError
+from ft.base.errors import Problems, UserError
 from ft.base.quantities import whole
 from ft.job.agent import devices, mpirun
 from ft.job.agent.devices import LeftOut
@@ -189,7 +189,6 @@ def resolve(
         if job is None and not given.standalone:
             job = mpirun.read(environment) or slurm.read(environment)
         cluster = _cluster(given, job)
-    problems.add(_negative(given, "standby", "standby_nodes", "max_restarts", "devices_per_node"))
     with problems:
         nproc = _nproc(given.nproc_per_node)
     with problems:
@@ -346,15 +345,6 @@ def _port(text: str, flag: str) -> int:
     if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
         raise UserError(f"{flag}: {text[:40]} is no port", "give a number from 1 to 65535")
     return int(text)
-
-
-def _negative(given: argparse.Namespace, *names: str) -> list[Problem]:
-    values = {name: getattr(given, name) or 0 for name in names}
-    return [
-        (f"--{name.replace('_', '-')} {value} is negative", "give 0 or more")
-        for name, value in values.items()
-        if value < 0
-    ]
 
 
 def _nproc(text: str) -> int:

@@ -1,163 +1,16 @@
 """Creates and runs the node agent of ``ft run``: takes the resolved options and returns the exit code."""
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ft import faults as inject
 from ft.base import token
 from ft.base.errors import UserError
 from ft.base.files import needs_run_dir
 from ft.job.agent.agent import Agent
-from ft.job.agent.announcements import RecoveryNews, Room
-from ft.job.agent.console import Console
-from ft.job.agent.control_plane import ControlPlaneSupervisor, Sidecar
-from ft.job.agent.devices import Devices
-from ft.job.agent.environment import Masters, NodeContext
-from ft.job.agent.faults import AgentFaults
-from ft.job.agent.health import HEALTH_ROOT, HealthWatch
-from ft.job.agent.membership import Membership, claim_name
-from ft.job.agent.options import RunOptions, count_gpus
-from ft.job.agent.pool import WarmPool
-from ft.job.agent.uplink import Uplink
-from ft.job.agent.workforce import WorkerListener, Workforce, listen
-from ft.job.control.state import Options as ControlOptions
-from ft.job.control.timeouts import Timeouts
-from ft.net.codec import to_json
+from ft.job.agent.options import RunOptions
 from ft.platform import election, network
-from ft.platform.health.reader import Reader, of_this_node
 from ft.platform.shared_state import keep_on_etcd
-from ft.platform.supervisor import Supervisor
-
-
-@dataclass
-class Components:
-    """The components of one agent, connected to each other but not started."""
-
-    membership: Membership
-    supervisor: Supervisor
-    worker_listener: WorkerListener
-    masters: Masters
-    console: Console
-    pool: WarmPool
-    uplink: Uplink
-    workforce: Workforce
-    recoveries: RecoveryNews
-    room: Room
-    control_supervisor: ControlPlaneSupervisor
-    faults: AgentFaults
-    timeouts: Timeouts
-    devices: Devices
-    health: HealthWatch
-
-
-def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Components:
-    """Create the components for a run whose control plane listens on ``port``.
-
-    Raises:
-        UserError: the control plane's host cannot be reached, the run's directory cannot be written, or this node's
-            ft run is at work already.
-    """
-    cluster, supervisor, timeouts = options.cluster, Supervisor(), options.timeouts
-    begins = cluster.node_rank == 0
-    console = Console(options.quiet)
-    endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
-    uplink = Uplink(options.run_dir, endpoint, supervisor.wake, timeouts, cluster.node_rank)
-    pool_log = options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log"
-    pool = WarmPool(supervisor, options.script, pool_log, timeouts.stuck_s)
-    name, listener = listen()
-    place = _place(options, port, name, faults)
-    workforce = Workforce(pool, place, uplink.post, supervisor.unwatch, timeouts)
-    sidecar = Sidecar(
-        supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
-    )
-    recoveries = RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show)
-    given = options.devices
-    devices = Devices(
-        count_gpus if given is None else lambda: given, options.nproc, supervisor.wake, left_out=options.left_out
-    )
-    return Components(
-        membership=Membership(place, devices),
-        supervisor=supervisor,
-        worker_listener=WorkerListener(listener, supervisor, workforce),
-        masters=Masters(place, uplink),
-        console=console,
-        pool=pool,
-        uplink=uplink,
-        workforce=workforce,
-        recoveries=recoveries,
-        room=Room(options.run_dir, console.complain),
-        control_supervisor=ControlPlaneSupervisor(
-            options.run_dir, cluster.node_rank, sidecar, timeouts, uplink, console, recoveries
-        ),
-        faults=AgentFaults(_own(faults, place), place.node, str(options.run_dir), uplink.record),
-        timeouts=timeouts,
-        devices=devices,
-        health=HealthWatch(options.health, _reader(options, place.node), devices, uplink.post, console.complain),
-    )
-
-
-def _reader(options: RunOptions, node: str) -> Callable[[], Reader]:
-    root = os.environ.get(HEALTH_ROOT)
-    return lambda: of_this_node(node, Path(root) if root else None, [options.run_dir])
-
-
-def _own(faults: list[inject.Fault], place: NodeContext) -> list[inject.Fault]:
-    """Address this node's planned faults to this agent.
-
-    If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
-    """
-    asked = f"n{place.options.cluster.node_rank}" if place.options.life else place.node
-    return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
-
-
-def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
-    """Return the address at which a control plane on this node would be reached."""
-    cluster = options.cluster
-    return f"tcp://{cluster.host}:{port}" if cluster.node_rank == 0 else f"tcp://{own_host}:0"
-
-
-def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> NodeContext:
-    cluster = options.cluster
-    with needs_run_dir(options.run_dir):
-        # the launcher of a replica of FT-HSDP has looked already, and starts agents again and again
-        joins = options.joins or options.life is not None
-        name = claim_name(options.run_dir, cluster.node_rank, joins)
-    host = options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0)
-    return NodeContext(options, name, host, agent_socket, _write(faults, options.run_dir, name))
-
-
-def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
-    """Write the planned faults to a file for the workers of ``node``. Return its path, "" if no faults are planned."""
-    if not faults:
-        return ""
-    path = run_dir / f"faults.{node}.json"
-    try:
-        inject.write(path, faults)
-    except OSError as error:
-        raise UserError(f"the planned faults cannot be written: {error}", "choose --run-dir") from error
-    return str(path)
-
-
-def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
-    cluster = options.cluster
-    # a replica that starts again does not wait for its standby nodes: one of them may have moved to another replica
-    waits_for_all = not options.life
-    settings = ControlOptions(
-        cluster.nnodes if waits_for_all else cluster.training_nodes,
-        counts_standby_nodes=waits_for_all,
-        faults=faults,
-        command=[options.script.target, *options.script.args],
-        **{name: getattr(options, name) for name in _SHARED},
-    )
-    values: dict[str, Any] = to_json(settings)
-    return values
-
-
-_SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")
-"""Options of the run that the control plane has under the same names."""
 
 
 def carry_out(
@@ -185,15 +38,14 @@ def carry_out(
         network.check_port(options.cluster.host, port)
     make_run_dir(options, makes_token=options.cluster.node_rank == 0)
 
-    parts = assemble(options, port, faults)
-    parts.workforce.training_since = began
+    agent = Agent(options, port, faults, first_ranks(options), joined, began)
     if announcement:
-        parts.console.say(announcement)
-    for line in _networks(options, parts.membership.place.host):
-        parts.console.say(line)
-    if parts.membership.is_late:
-        parts.console.say(f"this node joins a run that is under way, as the spare {parts.membership.place.node}")
-    return Agent(parts, first_ranks(options), options.life or 0, joined).run()
+        agent.console.say(announcement)
+    for line in _networks(options, agent.membership.place.host):
+        agent.console.say(line)
+    if agent.membership.is_late:
+        agent.console.say(f"this node joins a run that is under way, as the spare {agent.membership.place.node}")
+    return agent.run()
 
 
 def _networks(options: RunOptions, host: str) -> list[str]:

@@ -281,11 +281,6 @@ def step_differs(step: int, rank: int | None, found: list[str]) -> str:
     )
 
 
-def device_released(state: State, now: float, report: m.DeviceReleased, out: Decisions) -> None:
-    """Record that the device of an ended worker is free, or unusable."""
-    devices.released(state, report, out)
-
-
 def _where(state: State) -> str:
     return f"{state.epoch}, {state.phase}"
 

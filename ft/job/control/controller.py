@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import arrivals, deadlines, epochs, failures, looks, run_ends, start_checks, stragglers
+from ft.job.control import arrivals, deadlines, devices, epochs, failures, looks, run_ends, start_checks, stragglers
 from ft.job.control.state import ENDED, Decision, Decisions, State
 
 
@@ -56,7 +56,7 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.WorkerRepaired: arrivals.worker_repaired,
     m.WorkerResumed: arrivals.worker_resumed,
     m.WorkerDone: arrivals.worker_done,
-    m.DeviceReleased: arrivals.device_released,
+    m.DeviceReleased: devices.released,
     m.Observed: arrivals.observed,
     m.PaceJudged: stragglers.pace_judged,
     m.MasterChosen: arrivals.master_chosen,

@@ -34,7 +34,7 @@ _JUST_AFTER_S = 0.001
 
 def judge(state: State, now: float, out: Decisions) -> None:
     """React to the first kind of deadline that has passed; leave the state as it is if none has."""
-    for check in (_agents, _told, _start, _spawned, _devices, _phase, _suspicions, _stalls, _left):
+    for check in (_agents, _told, _start, _spawned, devices.overdue, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)
         if len(out) > before:
@@ -107,10 +107,6 @@ def _spawned(state: State, now: float, out: Decisions) -> None:
         out.add(f"standby {worker.name} was {reason}", m.Kill(worker.name, reason))
     if len(out) and state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS:
         ends.restart(state, now, "no worker comes up for the empty seats", out)
-
-
-def _devices(state: State, now: float, out: Decisions) -> None:
-    devices.overdue(state, now, out)
 
 
 def _phase(state: State, now: float, out: Decisions) -> None:

@@ -55,7 +55,7 @@ def reject(state: State, agent: Agent, device: int, problem: str, out: Decisions
     out.note(events.DEVICE_UNUSABLE, node=agent.node, device=device, reason=problem)
 
 
-def released(state: State, report: m.DeviceReleased, out: Decisions) -> None:
+def released(state: State, now: float, report: m.DeviceReleased, out: Decisions) -> None:
     """Record that the device of an ended worker is free or unusable, or that a device has become unusable by itself."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:

@@ -238,7 +238,7 @@ def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
     if worker.rank is None and state.phase != GATHERING:
         return fault
     if worker.empty and found.action == RESTART and found.category == SOFTWARE and state.phase in EPOCH_OPEN:
-        found = history.of_joiner(found)
+        found = verdict.raised(found, REPLACE, "it had only just taken the seat")  # the others are unaffected
     found = history.weigh(state.history, now, _rank_of(worker), at, found)
     if not state.options.hot_swap and found.action in (RETRY, REPLACE):
         found = verdict.raised(found, RESTART, "hot-swap is off")

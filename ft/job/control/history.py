@@ -79,13 +79,6 @@ def going_round(returns: list[Return]) -> str:
     return "\n".join(lines)
 
 
-def of_joiner(found: Verdict) -> Verdict:
-    """Return the verdict on a worker that failed just after it took its seat: replace it, since the others are
-    unaffected.
-    """
-    return raised(found, REPLACE, "it had only just taken the seat")
-
-
 def record(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> None:
     """Append a failure to the history, and drop the oldest entries."""
     history.append(Incident(now, rank, step, found.action, found.key))

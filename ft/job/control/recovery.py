@@ -49,7 +49,7 @@ _RELEASE, _JOIN, _START = ("control.drain_s",), ("control.assemble_s",), ("contr
 _REPAIR = ("control.repair_s", "control.repair_s")  # restore the state, and begin the first step
 _GO_ON = ("quorum.silent_s", "quorum.member_s")
 _COME_BACK = ("quorum.minimum_s",)
-_WARM_RESTART = ("control.join_s",)
+WARM_RESTART = ("control.join_s",)
 TABLES = ("control", "quorum")
 """The tables of limits: ``ft.job.control.timeouts.Timeouts`` and ``ft.job.quorum.limits.Limits``."""
 
@@ -101,11 +101,6 @@ def waits_of_others(*, is_awaited: bool) -> tuple[str, ...]:
     until it is back.
     """
     return (*_GO_ON, *_COME_BACK) if is_awaited else _GO_ON
-
-
-def waits_of_restart() -> tuple[str, ...]:
-    """Return the limits of a warm restart."""
-    return _WARM_RESTART
 
 
 def too_few(left: int, replicas: int, least: int) -> str:
@@ -693,7 +688,7 @@ def _anew(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
         refused[CHECKPOINT] = against
         return
     lost = Lost(steps=situation.restarts.steps_since(situation.step), starts_anew=True)
-    yield Offer(CHECKPOINT, _cause(situation, refused), lost, waits_of_restart())
+    yield Offer(CHECKPOINT, _cause(situation, refused), lost, WARM_RESTART)
 
 
 def _end(situation: Situation, refused: dict[str, str]) -> Offer:

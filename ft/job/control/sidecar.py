@@ -200,12 +200,9 @@ class Sidecar:
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
         self._channel.resume(memory.record)
-        self._take_back(memory.damaged)
+        back = ControlBack(self._standing.term, self._standing.node, memory.damaged)
+        self._take(Posted(self._standing.node, 0, back))
         self._memory = None
-
-    def _take_back(self, damaged: int) -> None:
-        """Report to the decision function that this control plane has taken over."""
-        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node, damaged)))
 
     def _forgive_own_pause(self) -> None:
         """Report to the decision function if this loop did not run for a while: then it has heard nobody."""

@@ -7,8 +7,8 @@ decision as a pure function, without I/O, clocks or randomness. ``server`` is th
 ``client`` is a leader's end of the protocol.
 """
 
-from ft.job.quorum.client import FailureNotice, MendNotice, QuorumClient
+from ft.job.quorum.client import GIVEN_UP, MENDS, Notice, QuorumClient
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.values import EPOCHS, NoQuorum, Quorum, Report
 
-__all__ = ["EPOCHS", "FailureNotice", "Limits", "MendNotice", "NoQuorum", "Quorum", "QuorumClient", "Report"]
+__all__ = ["EPOCHS", "GIVEN_UP", "MENDS", "Limits", "NoQuorum", "Notice", "Quorum", "QuorumClient", "Report"]

@@ -412,46 +412,31 @@ class QuorumClient:
             asked[1].set_exception(error)
 
 
-class FailureNotice:
-    """Tells every server of the run that a replica is given up, so that no server waits for it any longer.
+GIVEN_UP, MENDS = "given up", "mends"
+"""What a notice says of a replica: no server is to wait for it any longer; or it replaces a lost worker, and servers
+wait for it as long as the notice is open, for ``Limits.mend_s`` at most.
+"""
+
+
+class Notice:
+    """Tells every server of the run something about a replica, until it is closed.
 
     Args:
         run_dir: directory of the whole run.
         replica: number of the replica.
         life: its last life, or -1 if it never had one.
-        reason: why it was given up.
         token: secret of the run.
+        what: GIVEN_UP or MENDS.
+        reason: why it was given up.
     """
 
-    def __init__(self, run_dir: str | Path, replica: int, life: int, reason: str, token: str):
-        notice = _notice(replica, what="given up", life=life, reason=reason)
+    def __init__(self, run_dir: str | Path, replica: int, life: int, token: str, what: str, reason: str = ""):
+        notice = _notice(replica, what=what, life=life, reason=reason)
         self._link = Link(Path(run_dir), token, Limits(), lambda: [notice], _ignore, _ignore)
         self._link.start()
 
     def close(self) -> None:
         """End the connection."""
-        self._link.close()
-
-
-class MendNotice:
-    """Tells the quorum server that a replica replaces a lost worker, so that the others wait for it.
-
-    The server waits as long as such a notice is open, for ``Limits.mend_s`` at most.
-
-    Args:
-        run_dir: directory of the whole run.
-        replica: number of the replica.
-        life: the life that has lost the worker.
-        token: secret of the run.
-    """
-
-    def __init__(self, run_dir: str | Path, replica: int, life: int, token: str):
-        notice = _notice(replica, what="mends", life=life)
-        self._link = Link(Path(run_dir), token, Limits(), lambda: [notice], _ignore, _ignore)
-        self._link.start()
-
-    def close(self) -> None:
-        """End the notice: the replica has reported again."""
         self._link.close()
 
 

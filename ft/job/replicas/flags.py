@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ft.base.errors import Problem, Problems, UserError
-from ft.base.quantities import argument, duration, size
+from ft.base.quantities import argument, count, duration, size
 from ft.job.quorum.limits import Limits
 from ft.job.replicas.deadlines import LONGEST_S
 
@@ -15,7 +15,7 @@ _DEFAULT_LR_SCALING = "sqrt"
 _LOST_S = 0.4
 """Seconds that the others wait for a replica whose leader was lost, if it has standbys: another rank of it has to learn
 of the loss first, and to tell the quorum server that the leader is being replaced."""
-MOST_STREAMS, MOST_CHUNKS, MOST_CHUNK_BYTES = 16, 1024, 1 << 30
+_MOST_STREAMS, _MOST_CHUNKS, _MOST_CHUNK_BYTES = 16, 1024, 1 << 30
 
 
 SAVE_INTERVAL = "FT_SPARE_SAVE_INTERVAL"
@@ -81,14 +81,14 @@ class Replicas:
 
 def add_flags(flag: Callable[..., None]) -> None:
     """Add the flags by calls of ``flag(name, **settings)``. The value of a flag that is not given is None."""
-    flag("ft-hsdp-replicas", type=int, metavar="R", help="replicas of the model, each on 1/R of the workers")
+    flag("ft-hsdp-replicas", type=count(), metavar="R", help="replicas of the model, each on 1/R of the workers")
     flag(
         "ft-hsdp-replica",
         type=int,
         metavar="K",
         help="bring replica K alone, new or come back: --nnodes, --node-rank and --nproc-per-node are those of K",
     )
-    flag("ft-hsdp-min-replicas", type=int, metavar="M", help="with fewer than M nobody trains (default: 1)")
+    flag("ft-hsdp-min-replicas", type=count(), metavar="M", help="with fewer than M nobody trains (default: 1)")
     flag(
         "ft-hsdp-wait",
         type=duration(0.0),
@@ -106,7 +106,7 @@ def add_flags(flag: Callable[..., None]) -> None:
     )
     flag(
         "ft-hsdp-streams",
-        type=int,
+        type=count(1, _MOST_STREAMS),
         metavar="N",
         help="connections between neighbours in a ring of gradients, where one cannot fill the network (default: 1)",
     )
@@ -118,7 +118,7 @@ def add_flags(flag: Callable[..., None]) -> None:
     )
     flag(
         "ft-hsdp-chunks",
-        type=int,
+        type=count(1, _MOST_CHUNKS),
         metavar="N",
         help="chunks in flight between neighbours in a ring of gradients: more over long distances (default: 2)",
     )
@@ -163,28 +163,27 @@ def read(
     Raises:
         UserError: the flags contradict each other or are out of range.
     """
-    count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
+    replicas, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
     least = 1 if given.ft_hsdp_min_replicas is None else given.ft_hsdp_min_replicas
     streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
     chunk = None if given.ft_hsdp_chunk is None else int(given.ft_hsdp_chunk)
     chunks = 2 if given.ft_hsdp_chunks is None else given.ft_hsdp_chunks
     wait_s, problems = given.ft_hsdp_wait, Problems()
-    problems.add(_numbers(count, only, least, wait_s, streams))
-    problems.add(_sizes(chunk, chunks))
+    problems.add(_numbers(replicas, only, least, wait_s, chunk))
     problems.add(_contradictions(given))
     redundancy, interval = given.ft_spare_redundancy, None
-    if count is not None and count >= 1:
+    if replicas is not None:
         if given.ft_spare_plan is not None:
             with problems:
-                plan = read_plan(given.ft_spare_plan, count)
+                plan = read_plan(given.ft_spare_plan, replicas)
                 problems.add(_other_redundancy(redundancy, plan.redundancy))
                 redundancy, interval = plan.redundancy, plan.save_interval
         if redundancy is not None:
             with problems:
-                place_stacks(count, redundancy)
+                place_stacks(replicas, redundancy)
     problems.refuse()
     scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
-    return Replicas(count, only, least, wait_s, scaling, redundancy, interval, streams, chunk, chunks)
+    return Replicas(replicas, only, least, wait_s, scaling, redundancy, interval, streams, chunk, chunks)
 
 
 def _other_redundancy(given: int | None, planned: int) -> Iterator[Problem]:
@@ -192,30 +191,22 @@ def _other_redundancy(given: int | None, planned: int) -> Iterator[Problem]:
         yield f"--ft-spare-redundancy {given}, and --ft-spare-plan recommends {planned}", "drop one of the two"
 
 
-def _sizes(chunk: int | None, chunks: int) -> Iterator[Problem]:
-    if chunk is not None and (not 8 <= chunk <= MOST_CHUNK_BYTES or chunk % 8):
-        yield f"--ft-hsdp-chunk {chunk} is not a multiple of 8 between 8 and {MOST_CHUNK_BYTES}", "such as 8MiB"
-    if not 1 <= chunks <= MOST_CHUNKS:
-        yield f"--ft-hsdp-chunks {chunks} is not between 1 and {MOST_CHUNKS}", "give a number in between"
-
-
-def _numbers(count: int | None, only: int | None, least: int, wait_s: float | None, streams: int) -> Iterator[Problem]:
-    if count is None:
+def _numbers(
+    replicas: int | None, only: int | None, least: int, wait_s: float | None, chunk: int | None
+) -> Iterator[Problem]:
+    if replicas is None:
         yield "flags of FT-HSDP or SPARe are given, but no number of replicas", "add --ft-hsdp-replicas R"
-    elif count < 1:
-        yield f"--ft-hsdp-replicas {count} is less than 1", "give the number of replicas"
-    else:
-        if only is not None and not 0 <= only < count:
-            problem = f"--ft-hsdp-replica {only} is not between 0 and {count - 1} (--ft-hsdp-replicas {count})"
-            yield problem, "number from 0"
-        if not 1 <= least <= count:
-            problem = f"--ft-hsdp-min-replicas {least} is not between 1 and the {count} of --ft-hsdp-replicas"
-            yield problem, "give fewer"
+    elif only is not None and not 0 <= only < replicas:
+        problem = f"--ft-hsdp-replica {only} is not between 0 and {replicas - 1} (--ft-hsdp-replicas {replicas})"
+        yield problem, "number from 0"
+    if replicas is not None and least > replicas:
+        problem = f"--ft-hsdp-min-replicas {least} is not between 1 and the {replicas} of --ft-hsdp-replicas"
+        yield problem, "give fewer"
     most_s = Limits().start_s
     if wait_s is not None and wait_s >= most_s:
         yield f"--ft-hsdp-wait {wait_s:g}s is not below the {most_s:g} s of a start", "give less"
-    if not 1 <= streams <= MOST_STREAMS:
-        yield f"--ft-hsdp-streams {streams} is not between 1 and {MOST_STREAMS}", "give fewer"
+    if chunk is not None and (not 8 <= chunk <= _MOST_CHUNK_BYTES or chunk % 8):
+        yield f"--ft-hsdp-chunk {chunk} is not a multiple of 8 between 8 and {_MOST_CHUNK_BYTES}", "such as 8MiB"
 
 
 def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:

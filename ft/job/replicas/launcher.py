@@ -24,7 +24,7 @@ from ft.faults.hang.replicas import FOR_OTHERS
 from ft.job.agent.console import Console, Tail
 from ft.job.agent.looks import of_the_system
 from ft.job.control.state import ENDED, GATHERING
-from ft.job.quorum import EPOCHS, FailureNotice
+from ft.job.quorum import EPOCHS, GIVEN_UP, Notice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.host import QuorumHost
 from ft.job.replicas.marks import Marks, read
@@ -265,7 +265,7 @@ class Launcher:
         self._have_trained: set[int] = set()
         self._orphans_since: float | None = None
         self._verdict: policy.Verdict | None = None
-        self._failure_notices: list[FailureNotice] = []
+        self._failure_notices: list[Notice] = []
 
     def run(self) -> int:
         """Run until the run ends; return the exit code. No process of the run is left on this node afterwards."""
@@ -329,7 +329,7 @@ class Launcher:
         elif answer.action == policy.AGAIN:
             when = f" in {answer.pause_s:g} s" if answer.pause_s else ""
             self._console.complain(f"{name}: {answer.reason}; another one is started{when}, the others train on")
-        elif member.setup.part.is_standby:
+        elif member.part.is_standby:
             self._console.complain(f"{name} loses the standbys of this node: {answer.reason}")
         else:
             self._give_up(member, answer.reason)
@@ -339,12 +339,12 @@ class Launcher:
         self._mark(member.replica, marks.GIVEN_UP)
         self._failure_notices.append(self._notify(member, reason))
 
-    def _notify(self, member: Member, reason: str) -> FailureNotice:
+    def _notify(self, member: Member, reason: str) -> Notice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
-        life = next_life(member.setup.folder, 0) - 1
-        if member.setup.options.hot_swap:  # each epoch of its workers was a life
+        life = next_life(member.folder, 0) - 1
+        if member.options.hot_swap:  # each epoch of its workers was a life
             life = (life + 1) * EPOCHS - 1
-        return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
+        return Notice(self._run_dir, member.replica, life, token.find(self._run_dir, 0.0), GIVEN_UP, reason)
 
     def _mark(self, replica: int, mark: str) -> None:
         try:
@@ -353,7 +353,7 @@ class Launcher:
             self._console.complain(f"other nodes cannot be told how replica {replica} has ended: {error}")
 
     def _way_back(self, replica: int) -> str:
-        standby = " with a standby" if self._members[replica].setup.options.hot_swap else ""
+        standby = " with a standby" if self._members[replica].options.hot_swap else ""
         return f"ft run --ft-hsdp-replicas {self._replicas} --ft-hsdp-replica {replica} ...{standby} brings it back"
 
     def _start_again(self, now: float) -> None:
@@ -378,7 +378,7 @@ class Launcher:
         """
         if not member.joins or self._watch.seen.may_run(member.replica, member.left_at):
             return True
-        limit_s = member.setup.options.timeouts.join_s
+        limit_s = member.options.timeouts.join_s
         if now - member.left_at > limit_s:
             member.code, member.given_up = 1, True
             self._give_up(member, f"the first of its nodes has not come back within {limit_s:g} s")
@@ -462,7 +462,7 @@ class Launcher:
         restarts = seen.restarts.get(member.replica, 0)
         if finished_s is not None and member.restarts_then is None:
             member.restarts_then = restarts
-        is_spare = member.setup.part.is_standby  # the replica goes on without it
+        is_spare = member.part.is_standby  # the replica goes on without it
         return policy.View(
             up=member.process is not None,
             code=0 if member.code and is_spare else member.code,
@@ -526,5 +526,5 @@ class Launcher:
 
 def _watched(members: list[Member]) -> tuple[dict[int, Path], set[int]]:
     """Return (replica -> its folder, the replicas whose first node this is)."""
-    folders = {member.replica: member.setup.folder for member in members}
-    return folders, {member.replica for member in members if not member.setup.part.node_rank}
+    folders = {member.replica: member.folder for member in members}
+    return folders, {member.replica for member in members if not member.part.node_rank}

@@ -59,36 +59,17 @@ def main() -> None:
     os._exit(code)  # a thread may be inside torch's store: a normal interpreter shutdown would abort the process
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Arguments with which all agents of one replica on this node are started.
-
-    Attributes:
-        part: the workers of the replica that are on this node.
-        options: options of the agent; ``life`` is filled in at each start.
-        faults: injected faults of the replica.
-        environment: variables set in addition to those of this process.
-        is_late: whether the other replicas may be training already.
-    """
-
-    part: Part
-    options: RunOptions
-    faults: list[inject.Fault]
-    environment: Mapping[str, str]
-    is_late: bool = False
-
-    @property
-    def folder(self) -> Path:
-        return self.options.run_dir
-
-
 @dataclass
 class Member:
     """One replica of the launcher, and the process of its agent.
 
     Attributes:
-        setup: arguments of its agents.
+        part: the workers of the replica that are on this node.
+        options: options of its agents; ``life`` is filled in at each start.
+        faults: injected faults of the replica.
+        environment: variables set in addition to those of this process.
         supervisor: supervisor of the launcher's child processes.
+        is_late: whether the other replicas may be training already.
         on_exit: called with this member and the exit code when an agent has ended.
         process: process of its agent, or None.
         lives: lifetimes in seconds of the agents that have ended.
@@ -100,8 +81,12 @@ class Member:
             before.
     """
 
-    setup: Setup
+    part: Part
+    options: RunOptions
+    faults: list[inject.Fault]
+    environment: Mapping[str, str]
     supervisor: Supervisor
+    is_late: bool = False
     on_exit: Callable[["Member", int], None] = lambda member, code: None
     process: subprocess.Popen[bytes] | None = None
     lives: list[float] = field(default_factory=list)
@@ -114,28 +99,32 @@ class Member:
 
     @property
     def replica(self) -> int:
-        return self.setup.part.replica
+        return self.part.replica
+
+    @property
+    def folder(self) -> Path:
+        return self.options.run_dir
 
     @property
     def out(self) -> Path:
         """Return the file with the agent's standard output: the output of the workers, and the agent's messages."""
-        return self.setup.folder / "logs" / f"agent{self._suffix}.out"
+        return self.folder / "logs" / f"agent{self._suffix}.out"
 
     @property
     def err(self) -> Path:
         """Return the file with the agent's standard error."""
-        return self.setup.folder / "logs" / f"agent{self._suffix}.err"
+        return self.folder / "logs" / f"agent{self._suffix}.err"
 
     @property
     def _order(self) -> Path:
         """Return the file with the agent's arguments, which may be too long for a command line when there are many
         faults.
         """
-        return self.setup.folder / f"agent{self._suffix}.json"
+        return self.folder / f"agent{self._suffix}.json"
 
     @property
     def _suffix(self) -> str:
-        part = self.setup.part
+        part = self.part
         return str(part.node_rank) if part.nodes > 1 else ""
 
     @property
@@ -146,7 +135,7 @@ class Member:
     @property
     def joins(self) -> bool:
         """Return whether the next agent joins a life that the agent of the replica's first node begins."""
-        return self.setup.part.node_rank > 0 and bool(self.lives)
+        return self.part.node_rank > 0 and bool(self.lives)
 
     def start(self) -> None:
         """Start an agent, in the next life of the replica.
@@ -155,11 +144,11 @@ class Member:
             OSError: the folder cannot be written, or no process can be created.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        life = next_life(self.setup.folder, self.setup.part.node_rank)
-        options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
-        left = inject.left(self.setup.faults, self.setup.folder)
-        files.replace(self._order, pack(options, left, began(self.setup.folder)))
-        environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
+        life = next_life(self.folder, self.part.node_rank)
+        options = replace(self.options, life=life, max_restarts=life + self.options.max_restarts)
+        left = inject.left(self.faults, self.folder)
+        files.replace(self._order, pack(options, left, began(self.folder)))
+        environment = {**self.environment, "FT_HSDP_LIFE": str(life or int(self.is_late))}
         self.process = self.supervisor.start(
             "ft.job.replicas.member",
             [str(self._order)],

@@ -4,6 +4,7 @@ The sources besides GPUs and the kernel log are files of /sys and /proc: the clo
 links and processors. EDAC is the part of the kernel that counts the errors which memory controllers correct or detect.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.platform import numa
 from ft.platform.health.gpus import FROM_NVML, Gpus, find_nvml
 from ft.platform.health.kernel_log import KernelLog
 from ft.platform.health.observation import (
@@ -228,19 +230,11 @@ def _read_processors(found: Source, root: Path) -> None:
             packages[package] = max(count, packages.get(package, 0.0))
     for package, count in sorted(packages.items()):
         found.add(f"package{package}", "cpu.throttled", count, kind=COUNTER)
-    present, online = (_size(text(base / name)) for name in ("present", "online"))
-    if present is not None and online is not None:
-        found.add("", "cpu.offline", present - online)
+    with contextlib.suppress(ValueError):
+        present, online = (numa.listed(text(base / name) or "") for name in ("present", "online"))
+        found.add("", "cpu.offline", len(present - online) if present and online else None)
     if not found.observations:
         found.unreadable = "/sys/devices/system/cpu cannot be read"
-
-
-def _size(ranges: str | None) -> int | None:
-    """Return how many numbers a list such as "0-3,8" holds, or None if it is none."""
-    if ranges is None or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges):
-        return None
-    bounds = (word.split("-") for word in ranges.split(","))
-    return sum(int(bound[-1]) - int(bound[0]) + 1 for bound in bounds)
 
 
 class Reader:

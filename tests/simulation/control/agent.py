@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
 from ft.job.agent import succession
-from ft.job.agent.workforce import Watch, silent
+from ft.job.agent.workforce import is_silent
 from ft.job.messages import AgentBeat
 from tests.simulation.control.worker import Worker
 from tests.simulation.engine import Lane
@@ -343,12 +343,7 @@ class Agent:
         self._begin_when_possible()
 
     def watch(self, worker: Worker, state: str) -> None:
-        """Watch a worker whose heartbeats have just stopped, and report the worker if the silence lasts.
-
-        Args:
-            worker: the silent worker.
-            state: state of its process as in ``/proc``; "T" is a stopped process.
-        """
+        """Watch a worker whose heartbeats have just stopped, and report it if that lasts; ``state``: as in /proc."""
         timeouts, since = self.cluster.timeouts, worker.quiet_since
         limit = timeouts.stopped_s if state == "T" else timeouts.silent_s
         wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
@@ -358,10 +353,9 @@ class Agent:
         is_quiet = (worker.stopped or worker.deaf) and worker.quiet_since == since
         if not is_quiet or not worker.alive or not worker.attached:
             return
-        clock = self.host.clock
-        watches = {worker.name: Watch(clock.read(since), state)}
-        for found in silent(clock.read(self.cluster.time.now), watches, self.cluster.timeouts):
-            self.link.post(m.WorkerSilent(worker.name, self.node, round(found.silent_s, 3), state))
+        quiet_s = self.host.clock.read(self.cluster.time.now) - self.host.clock.read(since)
+        if is_silent(quiet_s, state, self.cluster.timeouts):
+            self.link.post(m.WorkerSilent(worker.name, self.node, round(quiet_s, 3), state))
 
     # --- orders ------------------------------------------------------------------------------------------------------
 

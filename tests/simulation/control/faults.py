@@ -330,7 +330,7 @@ def control_dies(cluster: "Cluster") -> str:
     if not cluster.plane.is_up or cluster.plane.paused:
         return ""
     moment = cluster.rng.choice([BEFORE, TORN, WRITTEN, AFTER])
-    cluster.plane.crash_soon(moment)
+    cluster.plane.dies_at = moment
     return moment
 
 

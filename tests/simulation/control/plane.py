@@ -178,10 +178,6 @@ class Plane:
         if self.is_up:
             self._take(None)
 
-    def crash_soon(self, moment: str) -> None:
-        """Crash at ``moment`` while the next numbered report is processed."""
-        self.dies_at = moment
-
     def die(self) -> None:
         """End the process; its journal remains."""
         self.is_up, self.paused, self.dies_at = False, False, ""
