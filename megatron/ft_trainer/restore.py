@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from ft.base.errors import UserError
 from megatron import patches
@@ -15,6 +16,7 @@ from megatron.ft_trainer.arguments import Options, check, schema
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.load import types_checked
 from megatron.ft_trainer.data.indexed import read_sidecar
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.ft_trainer.initialize import init_model_parallel, init_process_group, seed_everything
@@ -34,10 +36,13 @@ def load_for_inference(folder: Path) -> Trained:
     """Load the newest checkpoint in ``folder``, of either trainer, as one whole model, in a world of one rank.
 
     Raises:
-        UserError: there is no checkpoint, or none of the reference trainer's that passes verification.
+        UserError: there is no checkpoint, or none of the reference trainer's that passes verification, or to read it
+            could execute code.
     """
     checkpoint = newest_of_nvidias(folder) or newest_sound(folder)
-    options = options_in(checkpoint)
+    with types_checked(checkpoint):
+        FileSystemReader(checkpoint).read_metadata()  # core's reader hides what is wrong with it
+        options = options_in(checkpoint)
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
     init_model_parallel(options.core, layout)
@@ -45,7 +50,8 @@ def load_for_inference(folder: Path) -> Trained:
     tokenizer = build_tokenizer(options.tokenizer, options.data.prefix)
     _, (chunk,) = model.build_model(options, layout, options.tokenizer.padded_vocab_size)
     part = unwrap_model(chunk)
-    part.load_state_dict(dist_checkpointing.load({"model": part.sharded_state_dict()}, str(checkpoint))["model"])
+    with types_checked(checkpoint):
+        part.load_state_dict(dist_checkpointing.load({"model": part.sharded_state_dict()}, str(checkpoint))["model"])
     chunk.eval()
     return Trained(chunk, tokenizer, options)
 

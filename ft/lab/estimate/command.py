@@ -109,6 +109,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         UserError: the file cannot be read, or contains an invalid section, key or value.
     """
     text = files.read_structured(path, "scenario")
+    if not isinstance(text, dict):
+        raise UserError(f"scenario {path} has no sections", "see examples/dmr for one")
     values: dict[str, Any] = {}
     for section, entries in text.items():
         there = [name for name, field in FIELDS.items() if field.section == section]

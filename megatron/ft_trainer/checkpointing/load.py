@@ -81,7 +81,7 @@ class Loader:
         shape, _, _ = rng.grid(self.data_parallel_random_init)
         wants_rng = not self.options.finetune and manifest.rng_grid is not None
         with_rng = wants_rng and shape == manifest.rng_grid
-        with _types_checked(report.path):
+        with types_checked(report.path):
             wanted = content.to_load(
                 model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self.data_parallel_random_init
             )
@@ -220,7 +220,7 @@ class Loader:
 
 
 @contextlib.contextmanager
-def _types_checked(path: Path) -> Iterator[None]:
+def types_checked(path: Path) -> Iterator[None]:
     """In this context, a pickle that names what no checkpoint needs is a UserError about the checkpoint at ``path``."""
     problem: BaseException | None = None
     try:

@@ -141,8 +141,7 @@ def save(
         planner = MCoreSavePlanner(flatten_state_dict=False)
         dcp.save(mcore_to_pyt_state_dict(by_key), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:  # the same on all ranks
-        if dist.get_rank() == 0:
-            commit.discard(partial)
+        from_rank_0(lambda: commit.discard(partial), group)
         return Outcome(manifest.step, folder, _first_error(failure))
     written = share({name: asdict(record) for name, record in writer.records.items()}, group)
     files = {name: FileRecord(**record) for records in written for name, record in records.items()}
