@@ -80,6 +80,9 @@ class CrashError:
         attempt: number of times that training had resumed before the error.
         by_us: whether this project has ended the process.
         planned: kind of the planned fault (``--inject``) that was carried out on this worker, "" for none.
+        rank: its logical rank, None for a standby.
+        trace: the traceback or stack as it was written; "": there is none.
+        step: last committed step.
     """
 
     worker: str
@@ -142,6 +145,7 @@ class FirstCause:
         earlier: number of earlier attempts that the same error had ended.
         quiet: logical ranks without any error, if the first cause is a wait or a hang; another rank may have waited
             for them.
+        hosts: node -> host name, for the nodes of the run.
     """
 
     cause: Group

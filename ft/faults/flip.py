@@ -52,6 +52,7 @@ class Flip:
             same bit of the same element has a constant value, in one execution of each operator. This models one
             defective unit of the device; a random draw decides which of the two executions runs on it. (DMR cannot
             detect a bit that is stuck in both executions.)
+        nth: number of the first matching result that may be hit, counted from 1.
     """
 
     operator: str = ANY

@@ -325,7 +325,12 @@ _FIELDS = {"for": "seconds"}
 
 @dataclass(frozen=True)
 class Scenario:
-    """The content of a scenario file; ``seed``: for random victims and times, None if the file has none."""
+    """The content of a scenario file.
+
+    Attributes:
+        specs: its entries.
+        seed: the seed from which random victims and times are drawn; None if the file names none.
+    """
 
     specs: list[FaultSpec]
     seed: int | None = None
@@ -403,6 +408,7 @@ def schedule(
     Args:
         nodes: names of the nodes, in the order of their node ranks. The first node hosts the control plane; a random
             node is one of the others if there are any.
+        horizon_s: limit for drawn times, in seconds.
 
     Raises:
         UserError: a victim does not exist.

@@ -52,7 +52,10 @@ def use_up_files(fault: Fault) -> None:
 
 
 def fill_disk(fault: Fault) -> None:
-    """Let no file of this process grow for ``fault.seconds``: writes fail with EFBIG, as with ENOSPC on a full disk."""
+    """Make writes of this process fail for ``fault.seconds`` seconds, as on a full disk.
+
+    A limit on the size of files does it, so that the error is EFBIG and not ENOSPC.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     timer = threading.Timer(fault.seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
@@ -273,6 +276,7 @@ class Injector(FaultTimer):
     Args:
         actions: carries out the faults that need the worker's session.
         began: wall-clock time in seconds at which training began; default: now.
+        fired: numbers of the faults that have happened; a repeated step has no fault the second time.
     """
 
     def __init__(

@@ -284,6 +284,7 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
     Args:
         options: the trainer's options, with the flags of protections in ``fault_tolerance``.
         environment: the environment variables that ``ft run`` sets for workers.
+        replicas: number of replicas of the model; 0: the run has none.
     """
     if replicas:
         environment = {**environment, "FT_HSDP_REPLICA": environment.get("FT_HSDP_REPLICA", "0")}

@@ -184,6 +184,8 @@ def fingerprint(
     Args:
         settings: all other settings that determine the operators, by name; the fingerprint has their digest, "model".
         vpp: number of model chunks per stage.
+        micro_batch: samples in a microbatch.
+        global_batch: samples in a step, after a batch-size ramp.
     """
     text = json.dumps(settings, sort_keys=True, default=str)
     return {

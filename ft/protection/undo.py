@@ -81,6 +81,9 @@ class OwnCopy:
 class Undo:
     """The rollback copy of one rank.
 
+    Args:
+        position: the trainer's remaining state: number of the committed step, data position and the like.
+
     Attributes:
         nbytes: host memory that it takes for tensors, in bytes.
     """

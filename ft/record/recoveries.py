@@ -58,6 +58,9 @@ class Recovery:
         stages: the ``stage_rebuilt`` events of the last attempt: pipeline stages recomputed from their neighbours.
         differing: the ``step_differs`` events: ranks on which a step that was done again differs from its first try.
         hosts: node -> host name, for the nodes of the run.
+        closed: the epoch that was closed, or None.
+        epoch: the epoch in which training continued, or None.
+        kept: number of process groups that were kept, None where unknown.
     """
 
     number: int

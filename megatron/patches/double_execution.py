@@ -108,7 +108,13 @@ class Listener(Protocol):
         """Note that all collectives that write into the memory of ``tensors`` are complete."""
 
     def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
-        """Execute a graph that ``torch.compile`` has compiled: ``run`` does, on a list of inputs, which it empties."""
+        """Execute a graph that ``torch.compile`` has compiled, and return its outputs.
+
+        Args:
+            graph: the compiled graph.
+            run: executes the graph on a list of inputs, and empties the list.
+            inputs: the inputs.
+        """
 
 
 _listener: Listener | None = None

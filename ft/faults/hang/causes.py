@@ -44,6 +44,7 @@ class Cause:
         delayed: the other ranks that wait for it, directly or not.
         ends: of a slow connection, all ranks that take part in the operations that do not end.
         together: all ranks at fault, if a whole replica or node is.
+        sequence: number of that operation in its channel.
     """
 
     rank: int

@@ -357,7 +357,16 @@ def departure(before: Sequence[T], now: Sequence[T]) -> tuple[str, T, T] | None:
 
 
 def missing_end(before: Sequence[T], now: Sequence[T], after: Sequence[T]) -> tuple[str, T, T] | None:
-    """Return the departure of a step that has ended although it is shorter than the step before, or None."""
+    """Return the operation that a step has left out at its end, compared with the step before; None if it is complete.
+
+    Args:
+        before: the operations of the step before.
+        now: those of the step that has ended.
+        after: those of the step that follows it.
+
+    Returns:
+        (SKIPPED, the first operation that is missing, the operation that was started instead).
+    """
     return (SKIPPED, before[len(now)], after[0]) if len(now) < len(before) and after else None
 
 

@@ -1,5 +1,4 @@
-"""Compute and format the answer of ``ft dmr estimate``: what executing each operator twice (DMR) will cost on a given
-cluster.
+"""Estimates what it costs to execute each operator twice (DMR) on a given cluster, for ``ft dmr estimate``.
 
 The profile (a trace of one training iteration) is computed from analytic costs. The planner that also plans real runs
 then decides when each operator is executed the second time.
@@ -55,8 +54,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of one iteration without its optimizer step: the time that naive DMR adds, of the time without DMR, and
-    the time in which a stage computes nothing (mean over stages)."""
+    """Two shares of the time of one iteration, which is taken without DMR and without the optimizer step.
+
+    Attributes:
+        naive_overhead: the time that naive DMR adds.
+        idle: the time for which a stage computes nothing, as a mean over the stages.
+    """
 
     naive_overhead: float
     idle: float

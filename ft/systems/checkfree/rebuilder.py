@@ -225,6 +225,9 @@ class StageNorms:
         """Start the reduction of a norm that megatron-core has computed.
 
         The method may be called several times in a step: dense and expert gradients may have one norm each.
+
+        Args:
+            part: norm of this rank's part of the gradients; None if this rank has no part.
         """
         device = torch.cuda.current_device() if part is None else part.device
         squares = torch.zeros(len(self.values), dtype=torch.float32, device=device)

@@ -161,7 +161,20 @@ class Records:
         digest: int | None,
         parameters: int | None = None,
     ) -> None:
-        """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``."""
+        """Record a committed step. The healthy replica with the smallest number also writes ``loader_state``.
+
+        Args:
+            position: sample positions of all replicas after the step.
+            quorum: the replicas that took part in the step.
+            work: division of the step, which knows what this replica has computed.
+            before: number of the quorum of the previous step.
+            at: position in this replica's own samples at which the samples of the step began, None if it took none.
+            step_s: seconds that the step took.
+            wait_s: seconds of these spent on waiting for quorum and all-reduce.
+            digest: checksum of the state after the step, None if not wanted.
+            parameters: checksum of the model parameters with which gradients were computed, None if not wanted or no
+                gradients were computed.
+        """
         division = work.record()
         self._commits.write(
             Commit(

@@ -33,6 +33,7 @@ class LoaderState:
     Attributes:
         batch: samples that a replica took in the step.
         positions: replica -> samples taken of its stream, for every replica of the assignment.
+        quorum: number of the quorum in which it was committed.
     """
 
     step: Count

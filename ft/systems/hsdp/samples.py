@@ -132,7 +132,14 @@ class Stream:
 
 
 class Past(NamedTuple):
-    """A former assignment."""
+    """An earlier assignment of samples to replicas, which later ones start from.
+
+    Attributes:
+        replicas: number of replicas among which the samples were divided.
+        block: number of samples in a block.
+        positions: number of samples that each replica had taken when the assignment ended.
+        step: number of committed steps when the assignment ended.
+    """
 
     replicas: Size
     block: Size
@@ -206,7 +213,11 @@ class SampleAssignment:
         return SampleAssignment(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
-        """Return how many samples the dataset must have, so that no stream exceeds it in a run of ``steps`` steps."""
+        """Return how many samples the dataset must have, so that no stream exceeds it in a run of ``steps`` steps.
+
+        Args:
+            batch: samples that a replica takes in a step.
+        """
         since = self.past[-1].step if self.past else 0
         count = (steps - since) * batch
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0

@@ -127,6 +127,7 @@ class StackedWork(Work):
         per_token: whether megatron-core divides gradients by tokens, not by samples.
         reseed: seeds the random generators for a step. Groups compute different numbers of types and so draw different
             numbers of random values, but the generators' state after a step must be equal on all groups.
+        position: training position, with the number of samples that were taken of every type.
     """
 
     def __init__(
@@ -314,7 +315,11 @@ class DividesByStacks(Layer):
     """Has the replicas compute stacks of shard types: FT-HSDP's layer around this one divides the work by it."""
 
     def follow(self, loaders: Sequence[Any], batch: int) -> StackLoaders:
-        """Return the object that positions the data loaders at this replica's samples."""
+        """Return the object that positions the data loaders at this replica's samples.
+
+        Args:
+            batch: number of samples of a replica in a step.
+        """
         return StackLoaders(loaders, batch)
 
     def work(

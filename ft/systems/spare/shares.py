@@ -16,7 +16,12 @@ from ft.systems.spare.controller import Controller
 
 
 class Patches(NamedTuple):
-    """The patch computes of a step: type -> group, and the types of them of which no host is present (a wipe-out)."""
+    """The shards that groups compute in a step in addition to their stacks ("patch computes" in SPARe's paper).
+
+    Attributes:
+        groups: shard type -> group that computes it.
+        adopted: those of the types of which no host is alive (a wipe-out).
+    """
 
     groups: dict[int, int]
     adopted: tuple[int, ...]

@@ -264,7 +264,7 @@ _SPARETRAIN = (
 )  # fmt: skip
 """Model, memory of a GPU, stages, and the overhead and the gain over naive DMR that SpareTrain prints."""
 _IDLE, _IDLE_EXPERTS = 0.68, 0.77
-"""Share of the time in which the paper found a stage idle: dense models, and the mixture of experts."""
+"""Share of an iteration for which a pipeline stage is idle in SpareTrain: with a dense model, with experts."""
 
 
 def sparetrain(given: argparse.Namespace) -> list[str]:

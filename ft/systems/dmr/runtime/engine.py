@@ -307,7 +307,9 @@ class Engine:
 
     def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
         """Execute a compiled graph (``torch._inductor.output_code.CompiledFxGraph``), and verify what it computes.
-        ``run`` executes it on a list of inputs, which it empties; see ``double_execution.Listener``."""
+
+        The arguments are those of ``double_execution.Listener.compiled``.
+        """
         if self._opaque is None:
             return run(inputs)
         given = list(inputs)

@@ -24,7 +24,12 @@ from ft.systems.spare.placement import Placement
 
 
 def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return the types of which no host survives, in ascending order."""
+    """Return the types of which no host survives, in ascending order.
+
+    Args:
+        hosts: the groups that host each type, int [N, r].
+        alive: which groups are alive, bool [N].
+    """
     return np.flatnonzero(~alive[hosts].any(axis=1))
 
 
