@@ -9,9 +9,13 @@ ZERO = "--use-distributed-optimizer"
 FOUR = f"{ZERO} --pipeline-model-parallel-size 4 --ft-checkfree"
 
 
-def kill(step: int, *ranks: int) -> str:
-    """At once: all are between the same two steps, where the fence has let them go together."""
-    return ",".join(f"kill@step={step}:rank={rank}" for rank in ranks)
+def kill(step: int, first: int, *others: int) -> str:
+    """The death of ``first`` before ``step``, and of the others in the recovery from it before any state is fetched.
+
+    Were the others to die by themselves at the same step, they could leave it before, on a machine under load.
+    """
+    deaths = [f"kill@step={step - 1}:rank={rank}:phase=leave" for rank in others]
+    return ",".join([f"kill@step={step}:rank={first}", *deaths])
 
 
 def check_went_on(done, steps: int) -> None:

@@ -63,7 +63,7 @@ def test_a_replica_whose_copies_are_a_step_older_catches_up_without_a_restart(co
 
 
 def test_a_replica_that_has_lost_all_copies_is_restarted_and_comes_back(corpus, tmp_path):
-    faults = "kill@replica=1:step=5:rank=0:phase=forward,kill@replica=1:step=5:rank=1:phase=forward"
+    faults = "kill@replica=1:step=5:rank=0:phase=forward,kill@replica=1:step=4:rank=1:phase=leave"
     done = recovered(corpus, tmp_path, f"{faults},slow@replica=0:step=2:rank=0:factor=2:for=300s")
     problems = done.proof.problems(STEPS, 2)
     assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"

@@ -234,7 +234,7 @@ def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
     script = checkouts.tree("0.16") / "pretrain_gpt.py"
     flags = TWO_STAGES.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
     flags += " --untie-embeddings-and-output-weights"
-    planned = faults("kill@step=6:rank=1", "kill@step=6:rank=2", standby=2)
+    planned = faults("kill@step=6:rank=1", "kill@step=5:rank=2:phase=leave", standby=2)
     done = checkouts.protected(script, flags, tmp_path / "run", planned, "--ft-checkfree")
     assert done.returncode == 0, done.stdout[-5000:]
     assert "stage 1 rebuilt from its neighbours" in done.stdout

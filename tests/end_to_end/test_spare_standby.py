@@ -20,8 +20,8 @@ def recovered(corpus, folder, faults: list[str], flags: str = FLAGS, standbys: i
     return done
 
 
-def kill(rank: int, phase: str, replica: int = 1) -> str:
-    return f"kill@replica={replica}:step=6:rank={rank}:phase={phase}"
+def kill(rank: int, phase: str, replica: int = 1, step: int = 6) -> str:
+    return f"kill@replica={replica}:step={step}:rank={rank}:phase={phase}"
 
 
 def orders(done: Done) -> list[tuple]:
@@ -54,7 +54,7 @@ def test_two_groups_that_lose_a_worker_in_one_step_are_both_mended(corpus, tmp_p
 @pytest.mark.parametrize(
     ("faults", "standbys"),
     [
-        pytest.param([kill(0, "forward"), kill(1, "forward")], 1, id="no copy"),
+        pytest.param([kill(0, "forward"), kill(1, "leave", step=5)], 1, id="no copy"),
         pytest.param([kill(1, "forward"), kill(0, "restore")], 1, id="while it is mended", marks=LONG),
     ],
 )
