@@ -17,14 +17,14 @@ def reduced(wrong: dict) -> dict:
     import torch.distributed as dist
 
     from ft.systems.dmr.plan.trace import BACKWARD
-    from ft.systems.dmr.runtime.collectives import Reductions
+    from ft.systems.dmr.runtime.collectives import ALL_REDUCE, Begun, Collectives
     from ft.systems.dmr.runtime.cursor import OperatorCall
     from ft.systems.dmr.runtime.findings import Findings
 
     gathers, gather = [], dist.all_gather
     dist.all_gather = lambda *args, **kwargs: (gathers.append(args), gather(*args, **kwargs))
     findings = Findings(torch.device("cpu"), 7)
-    reductions, said = Reductions(findings), []
+    reductions, said = Collectives(findings), []
     for _attempt in range(2):
         findings.restart()
         reductions.restart()
@@ -32,7 +32,8 @@ def reduced(wrong: dict) -> dict:
             tensor = torch.full((5,), float(row + dist.get_rank()))
             dist.all_reduce(tensor)
             tensor[2] += row in wrong.get(dist.get_rank(), ())
-            reductions.done(dist.group.WORLD, tensor, OperatorCall("all_reduce", BACKWARD, 0, row, 0, row))
+            at = OperatorCall(ALL_REDUCE, BACKWARD, 0, row, 0, row)
+            reductions.end(Begun(ALL_REDUCE, dist.group.WORLD, [tensor], tensor, at))
         reductions.compare()
         flag = bool(findings.flag().item())
         before = len(gathers)

@@ -22,10 +22,9 @@ from ft.lab.reproducibility.probe import (
     as_text,
     as_values,
 )
-from ft.systems.dmr.plan.file import read_plan, write_trace
+from ft.systems.dmr.plan.file import Unstable, read_plan, read_unstable, write_trace, write_unstable
 from ft.systems.dmr.runtime.cursor import Unit
 from ft.systems.dmr.runtime.strategy import SKIPPED, Strategy
-from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable
 from ft.systems.schedule.kinds import Pipeline
 
 _library = torch.library.Library("planted", "FRAGMENT")
@@ -167,8 +166,8 @@ def test_the_file_of_names_comes_back(tmp_path):
     [
         (None, "cannot be read"),
         ("{", "not JSON"),
-        ("[1]", "no list"),
-        ('{"version": 1, "operators": [1]}', "no list"),
+        ("[1]", "not a JSON object"),
+        ('{"version": 1, "operators": [1]}', "operators"),
         ('{"version": 2, "operators": []}', "version 2"),
     ],
 )

@@ -25,7 +25,7 @@ from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Operato
 NAMES = ("mm", "add", "relu", "mm", "mul", "sum")
 
 
-def a_plan(assign: dict[int, Assignment], stage: int = 0, segments=(), rename=None) -> Plan:
+def a_plan(assign: dict[int, Assignment], stage: int = 0, segments=None, rename=None) -> Plan:
     """Six operators of 10 us in one unit, with a window after the fourth; those not in ``assign`` at once."""
     ops = tuple(
         Operator(
@@ -40,11 +40,11 @@ def a_plan(assign: dict[int, Assignment], stage: int = 0, segments=(), rename=No
         )
         for i, name in enumerate(NAMES)
     )
-    tensors = {f"t{i}": Tensor(f"t{i}", 100.0, 60.0) for i in range(6)} | {"w": Tensor("w", 1e6)}
+    tensors = {f"t{i}": Tensor(100.0, 60.0) for i in range(6)} | {"w": Tensor(1e6)}
     windows = (Window("gap", 40.0, 0.0, "bubble", stage), Window("open", 50.0, 5.0, "ep", stage, dynamic=True))
     trace = Trace({}, ops, tensors, windows, Memory({}))
     how = {op.id: assign.get(i, Assignment(NAIVE)) for i, op in enumerate(ops)}
-    return Plan(trace, how, {one.id: one for one in segments}, Predicted(1.0, 1.0, 1.0, 0.0, 0.0))
+    return Plan(trace, how, segments or {}, Predicted(1.0, 1.0, 1.0, 0.0, 0.0))
 
 
 def decisions(planned: Planned, names=NAMES, in_segment: bool = False) -> list:
@@ -88,9 +88,9 @@ def test_a_unit_without_decisions_asks_for_no_order():
 
 
 def test_segments_say_how_many_operators_they_replay_and_when():
-    segment = AgcSegment("agc", tuple(operator_id(0, "backward", 0, 0, i) for i in (1, 2)), "gap", (), 20.0)
+    segment = AgcSegment(tuple(operator_id(0, "backward", 0, 0, i) for i in (1, 2)), "gap", (), 20.0)
     replayed = {i: Assignment(D_INTER, "gap", "agc") for i in (1, 2)}
-    planned = Planned(a_plan(replayed, segments=[segment]), 0, unstable=["relu"])
+    planned = Planned(a_plan(replayed, segments={"agc": segment}), 0, unstable=["relu"])
     assert (planned.replays["agc"].size, planned.replays["agc"].due) == (1, 4)
     assert decisions(planned)[1].replay == "agc"
 

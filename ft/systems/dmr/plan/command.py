@@ -12,11 +12,10 @@ from msgspec.structs import replace
 from ft.base.errors import UserError
 from ft.base.quantities import argument, size
 from ft.show.text import table
-from ft.systems.dmr.plan.file import read_plan, read_trace, write_plan
+from ft.systems.dmr.plan.file import read_plan, read_trace, read_unstable, write_plan
 from ft.systems.dmr.plan.planner import PHASES, Options, plan
 from ft.systems.dmr.plan.text import as_text, as_values
 from ft.systems.dmr.plan.trace import INTER, INTRA, Plan, Trace
-from ft.systems.dmr.unstable import read_unstable
 
 _DESCRIPTION = """\
 Decide for every operator of a profile how it is verified, in three phases (SpareTrain): with the recomputation of

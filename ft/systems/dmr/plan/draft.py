@@ -13,10 +13,10 @@ import numpy as np
 from ft.systems.dmr.plan.trace import (
     CLOSE_US,
     NAIVE,
-    OPTIMIZER,
     UNCHECKED,
     AgcSegment,
     Assignment,
+    Changes,
     Operator,
     Tensor,
     Trace,
@@ -157,18 +157,12 @@ class Draft:
         self.assign: dict[str, Assignment] = {}
         self.otherwise: dict[str, Assignment] = {}
         self.segments: dict[str, AgcSegment] = {}
-        self._changes = _changes(self.ops)
+        self._changes = Changes(self.ops)
         self._deferrable = {
             op.id
             for op in self.ops
-            if op.deterministic and not self.at_once(op) and (op.check_us > op.defer_us or not op.defer_us)
+            if op.deterministic and not op.is_verified_at_once and (op.check_us > op.defer_us or not op.defer_us)
         }
-        self._drained = min((op.start_us for op in self.ops if op.phase == OPTIMIZER), default=float("inf"))
-
-    def at_once(self, op: Operator) -> bool:
-        """Return whether the operator has to be verified when it is executed, because it changes its inputs or belongs
-        to the optimizer."""
-        return bool(op.mutates) or op.phase == OPTIMIZER
 
     def open(self, op: Operator) -> bool:
         """Return whether the operator may be deferred and is not assigned yet."""
@@ -177,14 +171,7 @@ class Draft:
     def deadline(self, op: Operator) -> float:
         """Return the time until which the operator must be verified, in microseconds: the next change of one of its
         tensors in place, or the beginning of the optimizer step."""
-        latest = self._drained
-        for name in op.tensors:
-            times = self._changes.get(name)
-            if times is not None:
-                next_change = bisect.bisect_left(times, op.end_us - CLOSE_US)
-                if next_change < len(times):
-                    latest = min(latest, times[next_change])
-        return latest
+        return self._changes.next(op)[0]
 
     def reaches(self, op: Operator, slot: int) -> bool:
         """Return whether window ``slot`` lies between the operator's execution and its deadline."""
@@ -208,13 +195,12 @@ class Draft:
         self.assign[op.id] = Assignment(deferred_set(window), window.id)
         return True
 
-    def defer_segment(self, segment: AgcSegment, slot: int) -> None:
+    def defer_segment(self, name: str, segment: AgcSegment, slot: int) -> None:
         """Defer an AGC segment to window ``slot``, into which it fits."""
         self._take(slot, segment.load_us, segment.keeps)
-        self.segments[segment.id] = segment
-        name = deferred_set(self.windows[slot])
-        for each in segment.ops:
-            self.assign[each] = Assignment(name, segment.window, segment.id)
+        self.segments[name] = segment
+        how = Assignment(deferred_set(self.windows[slot]), segment.window, name)
+        self.assign |= dict.fromkeys(segment.ops, how)
 
     def give_up(self, op_id: str) -> None:
         """Decide that the operator gets no window: assign its alternative in ``otherwise``, or else naive (verified
@@ -234,12 +220,3 @@ class Draft:
             meant = self.otherwise.get(op.id, naive) if op.deterministic else in_vain
             found[op.id] = self.assign.get(op.id, meant)
         return found
-
-
-def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:
-    """Return tensor -> start times of the operators that change it in place, in order."""
-    found: dict[str, list[float]] = {}
-    for op in sorted(ops, key=lambda op: op.start_us):
-        for name in op.mutates:
-            found.setdefault(name, []).append(op.start_us)
-    return found

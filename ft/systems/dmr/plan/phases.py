@@ -105,14 +105,12 @@ class Candidate:
 
     Attributes:
         load_us: duration of a replay, in microseconds.
-        regenerated_us: the part of it that regenerates inner activations.
         tensors: the tensors that are kept.
         again: operators of the recomputation that a replay executes first.
     """
 
     ops: tuple[Operator, ...]
     load_us: float
-    regenerated_us: float
     tensors: tuple[str, ...]
     again: tuple[Operator, ...] = ()
 
@@ -162,10 +160,9 @@ def _place_best(
     for candidate in islice(by_gain(longest), MOST_TRIES):
         for slot in _worth_trying(draft, candidate, behind):
             if draft.holdings.fits(candidate.tensors, slot):
-                ids = tuple(op.id for op in candidate.ops)
+                ids, again = (tuple(op.id for op in ops) for ops in (candidate.ops, candidate.again))
                 where = draft.windows[slot].id
-                costs = (candidate.load_us, candidate.regenerated_us)
-                draft.defer_segment(AgcSegment(name, ids, where, candidate.tensors, *costs), slot)
+                draft.defer_segment(name, AgcSegment(ids, where, candidate.tensors, candidate.load_us, again), slot)
                 return
 
 
@@ -189,8 +186,8 @@ def _by_gain(
         if other is None or inner is InnerActivations.KEPT:
             yield graph.kept(ops)
         # Considered only after the same segment with its activations kept, which has the larger Gain.
-        if other is not None and other.load_us <= longest and gain > other.regenerated_us:
-            heapq.heappush(waiting, (other.regenerated_us - gain, next(made), other))
+        if other is not None and other.load_us <= longest and gain > (extra := sum(op.t_us for op in other.again)):
+            heapq.heappush(waiting, (extra - gain, next(made), other))
     while waiting:
         yield heapq.heappop(waiting)[2]
 
@@ -231,7 +228,7 @@ class Graph:
 
     def kept(self, ops: tuple[Operator, ...]) -> Candidate:
         """Return the segment with all its boundary tensors kept."""
-        return Candidate(ops, sum(op.check_us for op in ops), 0.0, tuple(self._boundary(ops)))
+        return Candidate(ops, sum(op.check_us for op in ops), tuple(self._boundary(ops)))
 
     def _boundary(self, ops: tuple[Operator, ...]) -> list[str]:
         ids = {op.id for op in ops}
@@ -262,7 +259,7 @@ class Graph:
         extra = sum(op.t_us for op in replayed)
         if not extra:
             return None
-        return Candidate(ops, sum(op.check_us for op in ops) + extra, extra, tuple(tensors), replayed)
+        return Candidate(ops, sum(op.check_us for op in ops) + extra, tuple(tensors), replayed)
 
 
 def _of(producer: Operator | None, block: tuple) -> bool:

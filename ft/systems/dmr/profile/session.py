@@ -7,23 +7,23 @@ iteration that is recorded in full, timed iterations, and then the profile.
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.plan.file import write_trace
+from ft.systems.dmr.plan.file import read_unstable, write_trace
 from ft.systems.dmr.plan.trace import INTRA
 from ft.systems.dmr.profile.assemble import assemble, measure
-from ft.systems.dmr.profile.recorder import Recorder, StageRecord, Storages, Timed, stopwatch
+from ft.systems.dmr.profile.recorder import Recorder, StageRecord, Storages, Timed, key_of, stopwatch
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.functions import functions_of_core
 from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.unstable import read_unstable
 from ft.systems.schedule.kinds import Pipeline
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -73,7 +73,7 @@ class Profiling:
     ``ft.systems.dmr.runtime.protection.IterationVerifier``.
 
     Args:
-        stage: pipeline stage of this rank; None: another rank records it.
+        reports: whether this rank's record is the one of its stage.
         write: assembles and writes the profile from the records of all stages, on rank 0.
         end: ends the run after the current step. All ranks call it in the same step.
     """
@@ -82,11 +82,11 @@ class Profiling:
         self,
         engine: ProfilingEngine,
         recorder: Recorder,
-        stage: int | None,
+        reports: bool,
         write: Callable[[Sequence[StageRecord]], None],
         end: Callable[[], None],
     ):
-        self._engine, self._recorder, self._stage, self._write, self._end = engine, recorder, stage, write, end
+        self._engine, self._recorder, self._reports, self._write, self._end = engine, recorder, reports, write, end
         self._done = 0
         self._timed: list[dict[tuple, Timed]] = []
 
@@ -117,7 +117,7 @@ class Profiling:
         return result
 
     def _collect(self) -> None:
-        mine = None if self._stage is None else StageRecord(self._stage, self._recorder.notes, self._medians())
+        mine = replace(self._recorder.notes, times=self._medians()) if self._reports else None
         collected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, collected)
         if collected is not None:
@@ -130,7 +130,7 @@ class Profiling:
         noted, *timed = self._timed
         return tuple(
             _median([known[key] for known in timed if key in known] or [noted[key]])
-            for key in (event.key for event in self._recorder.notes.events)
+            for key in map(key_of, self._recorder.notes.events)
         )
 
 
@@ -165,7 +165,8 @@ def install(
     # The memory of a CPU is shared with other processes.
     budget = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
     course = ExecutionCursor()
-    recorder = Recorder(course, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    recorder = Recorder(course, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use, stage), stage)
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
@@ -175,8 +176,9 @@ def install(
     def write(records: Sequence[StageRecord]) -> None:
         write_trace(path, assemble(records, pipeline, measure(device), fingerprint, budget, left_out))
 
-    stage = parallel_state.get_pipeline_model_parallel_rank() if _reports_for_stage() else None
-    profiling = Profiling(engine, recorder, stage, write, lambda: end(f"the profile is complete: {path}"))
+    profiling = Profiling(
+        engine, recorder, _reports_for_stage(), write, lambda: end(f"the profile is complete: {path}")
+    )
     double_execution.listen(engine)
     return profiling
 

@@ -19,7 +19,7 @@ from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.protection.undo import Undo
 from ft.systems.dmr.digest import backend, digest
-from ft.systems.dmr.plan.file import read_plan, refuse_plan_of_other_run
+from ft.systems.dmr.plan.file import read_plan, read_unstable, refuse_plan_of_other_run
 from ft.systems.dmr.plan.trace import Plan
 from ft.systems.dmr.runtime.collectives import Messages
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
@@ -33,7 +33,6 @@ from ft.systems.dmr.runtime.protection import FindingReporter, IterationVerifier
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.strategy import Planned, Strategy
 from ft.systems.dmr.runtime.suspects import Limits
-from ft.systems.dmr.unstable import read_unstable
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.patches import double_execution
