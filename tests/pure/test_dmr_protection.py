@@ -15,7 +15,8 @@ def protection(*, can_evict: bool, any_known: bool) -> IterationVerifier:
     findings = SimpleNamespace(any_known=any_known)
     engine = SimpleNamespace(findings=findings, iteration=lambda microbatches, learns: nullcontext())
     undo = SimpleNamespace(begin=lambda: None)
-    return IterationVerifier(engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
+    trainer = SimpleNamespace(step=4, batch_now=8, microbatches=lambda samples: 1)
+    return IterationVerifier(trainer, engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
 
 
 def failing(error: Exception):
@@ -37,7 +38,7 @@ def failing(error: Exception):
 )
 def test_an_error_that_wrong_numbers_explain_is_one_to_try_again(error, can_evict, any_known, raised):
     with pytest.raises(raised) as found:
-        protection(can_evict=can_evict, any_known=any_known).run_iteration(5, 1, failing(error))
+        protection(can_evict=can_evict, any_known=any_known).compute(failing(error))
     assert type(found.value) is raised
     assert raised is not InterruptedStepError or isinstance(found.value, RecoverableError)
 

@@ -1,25 +1,16 @@
 """The protections of SpareTrain: double execution (DMR) and its profiler; see :mod:`ft.protection.contract`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ft.base.errors import UserError
-from ft.protection.contract import Layer, Protection, Trainer, Update
-from ft.protection.undo import SharedCopy
-from ft.systems.dmr.digest import digest, digest_many
+from ft.protection.contract import Layer, Protection, Trainer
 from ft.systems.dmr.profile import session as profiler
-from ft.systems.dmr.profile.session import ITERATIONS, Profiling
+from ft.systems.dmr.profile.session import ITERATIONS
 from ft.systems.dmr.runtime import install as runtime
 from ft.systems.dmr.runtime.install import Settings
-from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_DMR
-
-_SEED = 0
-"""Seed of the digests by which worlds compare their tensors; their runs may have different fingerprints."""
 
 
 class DoubleExecution(Protection):
@@ -32,11 +23,6 @@ class DoubleExecution(Protection):
     def connected(self, session: Session | None) -> None:
         self._session = session
 
-    @property
-    def _worlds(self) -> int:
-        """Return among how many replicas of the model a step is divided."""
-        return int(self.asked.environment.get("FT_HSDP_REPLICAS", "1"))
-
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         """Return the layer that verifies the operators of each step.
 
@@ -45,17 +31,9 @@ class DoubleExecution(Protection):
         """
         flags = self.asked.flags
         plan, unstable = _path(flags.ft_dmr_plan), _path(flags.ft_dmr_unstable)
-        flips = tuple(flags.ft_dmr_inject)
-        verification = runtime.install(
-            Settings(flags.ft_dmr, plan, unstable, flags.ft_dmr_retries, flips, trainer.seed),
-            trainer.chunks,
-            trainer.optimizer,
-            trainer.scheduler,
-            trainer.position,
-            fingerprint={**trainer.fingerprint(), "microbatches": trainer.microbatches(trainer.batch // self._worlds)},
-            session=self._session,
-        )
-        return VerifiedStep(trainer, verification)
+        settings = Settings(flags.ft_dmr, plan, unstable, flags.ft_dmr_retries, tuple(flags.ft_dmr_inject))
+        worlds = int(self.asked.environment.get("FT_HSDP_REPLICAS", "1"))  # among which a step is divided
+        return runtime.install(settings, trainer, trainer.microbatches(trainer.batch // worlds), session=self._session)
 
 
 class Profile(Protection):
@@ -80,51 +58,7 @@ class Profile(Protection):
                 f"a profile needs the full batch size of {trainer.batch}, but the ramp-up has reached only {samples}",
                 "profile without --rampup-batch-size: the plan is for the batch size at the end of the ramp-up",
             )
-        profiling = profiler.install(
-            Path(self.asked.flags.ft_dmr_profile),
-            trainer.chunks,
-            trainer.optimizer,
-            trainer.microbatches(samples),
-            fingerprint=trainer.fingerprint(),
-            unstable=_path(self.asked.flags.ft_dmr_unstable),
-            end=trainer.end,
-        )
-        return InterceptedStep(trainer, profiling)
-
-
-class InterceptedStep(Layer):
-    """The layer of both protections: it lets ``runner`` run each step and verify or measure every operator of it."""
-
-    def __init__(self, trainer: Trainer, runner: IterationVerifier | Profiling):
-        self._trainer, self.runner = trainer, runner
-
-    def compute(self, work: Callable[[], Update]) -> Update:
-        trainer = self._trainer
-        return self.runner.run_iteration(trainer.step + 1, trainer.microbatches(trainer.batch_now), work)
-
-    def update(self, step: Callable[[], Any]) -> Any:
-        self.runner.before_update()
-        return step()
-
-
-class VerifiedStep(InterceptedStep):
-    """The layer of double execution, which verifies a step also before its gradients go to other worlds."""
-
-    runner: IterationVerifier
-    verifies = True
-
-    def gets_copy(self, copy: SharedCopy) -> None:
-        self.runner.undo.share(copy)
-
-    def metrics(self) -> dict[str, float]:
-        return {"dmr_coverage": self.runner.coverage.share}
-
-    def verify(self) -> None:
-        self.runner.verify()
-
-    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        with self.runner.engine.unwatched():
-            return digest(digest_many(tensors, _SEED), _SEED)
+        return profiler.install(Path(self.asked.flags.ft_dmr_profile), trainer, _path(self.asked.flags.ft_dmr_unstable))
 
 
 def _path(name: str | None) -> Path | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft.base.errors import UserError
-from ft.protection.position import Position
+from ft.protection.contract import Trainer
 from ft.protection.training_state import TrainingState
 from ft.protection.undo import Undo
 from ft.systems.dmr.digest import backend, digest
@@ -49,7 +49,6 @@ class Settings:
         unstable: path of a file of non-reproducible operators, which are left unverified.
         retries: number of times that an iteration is repeated before a rank is blamed.
         inject: specifications of bit flips to inject (``ft.faults.spec``).
-        inject_seed: seed for random choices that the specifications leave open.
     """
 
     way: str | None = None
@@ -57,7 +56,6 @@ class Settings:
     unstable: Path | None = None
     retries: int = 2
     inject: tuple[str, ...] = ()
-    inject_seed: int = 0
 
 
 def refuse_opaque_optimizer(optimizer: Any) -> None:
@@ -106,27 +104,21 @@ if TYPE_CHECKING:
 
 
 def install(
-    settings: Settings,
-    chunks: Sequence,
-    optimizer: Any,
-    scheduler: Any,
-    position: Position,
-    *,
-    fingerprint: Mapping[str, Any],
-    session: "Session | None" = None,
+    settings: Settings, trainer: Trainer, microbatches: int, session: "Session | None" = None
 ) -> IterationVerifier:
-    """Install DMR for a run, after model and optimizer are built. Call it on all ranks, with ``WITH_DMR`` patches
-    applied.
+    """Install DMR for a run, after model and optimizer are built, and return its layer. Call it on all ranks, with
+    ``WITH_DMR`` patches applied.
 
     Args:
-        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``); a plan for another one is refused.
+        microbatches: microbatches of an iteration on each rank. A plan for another number is refused.
         session: this worker's place in a run in which a standby can replace a suspect; None outside.
 
     Raises:
         UserError: the plan does not fit this run, an injection is invalid, or a part of the model or the optimizer
             cannot be verified.
     """
-    refuse_opaque_optimizer(optimizer)
+    chunks, fingerprint = trainer.chunks, {**trainer.fingerprint(), "microbatches": microbatches}
+    refuse_opaque_optimizer(trainer.optimizer)
     left_out = () if settings.unstable is None else read_unstable(settings.unstable).operators
     if not left_out:
         refuse_varying_attention(chunks, os.environ)
@@ -135,12 +127,14 @@ def install(
         plan = read_plan(settings.plan)
         refuse_plan_of_other_run(plan, fingerprint)
     strategy = Strategy(settings.way or "piggyback", left_out) if plan is None else Planned(plan, stage, left_out)
-    falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
+    position = trainer.position
+    falsifier = make_falsifier(settings.inject, trainer.seed, lambda: position.get()["step"] + 1, session)
     seed = hashlib.sha256(str(sorted(fingerprint.items())).encode()).digest()[:16]  # the same on all ranks
     engine = _engine(strategy, plan, chunks, stage, int.from_bytes(seed, "little"), falsifier)
     engine.watch_opaque_calls(OpaqueCalls(engine, left_out), functions_of_core(chunks[0].config))
-    undo, witness = Undo(TrainingState(chunks, optimizer, scheduler), position), FindingReporter(session)
-    protection = IterationVerifier(engine, undo, witness, Limits(retries=settings.retries), strategy.name)
+    undo = Undo(TrainingState(chunks, trainer.optimizer, trainer.scheduler), position)
+    limits = Limits(retries=settings.retries)
+    protection = IterationVerifier(trainer, engine, undo, FindingReporter(session), limits, strategy.name)
     double_execution.listen(engine)
     return protection
 
