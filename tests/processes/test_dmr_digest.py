@@ -12,7 +12,7 @@ import torch
 from dmr_tensors import DTYPES, LENGTHS, anything, from_eager
 
 from ft.base.errors import UserError
-from ft.systems.dmr.digest import api, backend, definition, differing, digest, digest_many, native, same
+from ft.systems.dmr.digest import _backend, backend, definition, differing, digest, digest_many, native, same
 
 ROOT = Path(__file__).parent.parent.parent
 VECTORS = [  # digests cross versions and machines: they have to stay what they are
@@ -222,21 +222,21 @@ def cannot(tensor, seed, out):
 
 @pytest.mark.parametrize(("fast", "fault"), [(says_otherwise, "another digest"), (cannot, "no compiler found")])
 def test_a_fast_backend_that_fails_its_trial_is_not_used(fast, fault, monkeypatch, capsys):
-    monkeypatch.setattr(api, "_fast", lambda device_type: fast)
-    api._backend.cache_clear()
+    monkeypatch.setattr("ft.systems.dmr.digest._fast", lambda device_type: fast)
+    _backend.cache_clear()
     try:
         assert backend("cpu") == "eager"
         assert digest(torch.zeros(0), 0).tolist() == VECTORS[0]
         assert capsys.readouterr().err.count(fault) == 1
     finally:
-        api._backend.cache_clear()
+        _backend.cache_clear()
 
 
 def test_without_the_library_digests_are_the_same_and_that_is_said_once(tmp_path):
     shutil.copytree(ROOT / "ft", tmp_path / "ft", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     program = """
 import torch
-from ft.systems.dmr.digest import api, backend, digest
+from ft.systems.dmr.digest import _backend, backend, digest
 assert backend("cpu") == "eager"
 for seed in range(3):
     digest(torch.arange(9000), seed)

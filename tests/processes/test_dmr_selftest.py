@@ -23,8 +23,9 @@ from ft.lab.reproducibility.probe import (
     as_values,
 )
 from ft.systems.dmr.plan.file import Unstable, read_plan, read_unstable, write_trace, write_unstable
+from ft.systems.dmr.plan.trace import UNCHECKED
 from ft.systems.dmr.runtime.cursor import Unit
-from ft.systems.dmr.runtime.strategy import SKIPPED, Strategy
+from ft.systems.dmr.runtime.strategy import Strategy
 from ft.systems.schedule.kinds import Pipeline
 
 _library = torch.library.Library("planted", "FRAGMENT")
@@ -183,7 +184,7 @@ def test_a_strategy_leaves_them_out_and_nothing_else():
     for name in ("naive", "piggyback"):
         inner, sparing = Strategy(name), Strategy(name, ["index_put_"])
         for in_segment in (False, True):
-            assert sparing.decide(Unit("F"), 0, "index_put_", in_segment).set == SKIPPED
+            assert sparing.decide(Unit("F"), 0, "index_put_", in_segment).set == UNCHECKED
             assert sparing.decide(Unit("F"), 0, "mm", in_segment) == inner.decide(Unit("F"), 0, "mm", in_segment)
         assert "index_put_" in sparing.name
         assert inner.name in sparing.name
@@ -200,7 +201,7 @@ def test_a_plan_claims_nothing_for_them(tmp_path, capsys):
     assert "NOT verified" in capsys.readouterr().out
     found = read_plan(tmp_path / "plan.json")
     sets = {op.name: found.assign[op.id].set for op in found.trace.ops}
-    assert {name for name, how in sets.items() if how == SKIPPED} == {unstable}
+    assert {name for name, how in sets.items() if how == UNCHECKED} == {unstable}
     assert cli.main([*words[:6], names + "x"]) == 2
 
 

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.check import peaks, problems
-from ft.systems.dmr.plan.draft import Draft
 from ft.systems.dmr.plan.online import serve
-from ft.systems.dmr.plan.phases import InnerActivations, coarse, fine, piggyback
+from ft.systems.dmr.plan.phases import Draft, InnerActivations, coarse, fine, piggyback
 from ft.systems.dmr.plan.predict import Clock, everything_at_once
 from ft.systems.dmr.plan.trace import INTER, INTRA, AgcSegment, Assignment, Plan, Predicted, Trace
 

@@ -94,8 +94,7 @@ class Decision:
 
 
 DEFERRED = (D_INTER, D_INTRA)
-SKIPPED = UNCHECKED
-AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(SKIPPED)
+AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(UNCHECKED)
 
 
 class Segment(NamedTuple):
