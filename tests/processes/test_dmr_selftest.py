@@ -24,8 +24,6 @@ from ft.lab.reproducibility.probe import (
 )
 from ft.systems.dmr.plan.file import Unstable, read_plan, read_unstable, write_trace, write_unstable
 from ft.systems.dmr.plan.trace import UNCHECKED
-from ft.systems.dmr.runtime.cursor import Unit
-from ft.systems.dmr.runtime.strategy import Strategy
 from ft.systems.schedule.kinds import Pipeline
 
 _library = torch.library.Library("planted", "FRAGMENT")
@@ -178,16 +176,6 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, problem):
         path.write_text(text)
     with pytest.raises(UserError, match=problem):
         read_unstable(path)
-
-
-def test_a_strategy_leaves_them_out_and_nothing_else():
-    for name in ("naive", "piggyback"):
-        inner, sparing = Strategy(name), Strategy(name, ["index_put_"])
-        for in_segment in (False, True):
-            assert sparing.decide(Unit("F"), 0, "index_put_", in_segment).set == UNCHECKED
-            assert sparing.decide(Unit("F"), 0, "mm", in_segment) == inner.decide(Unit("F"), 0, "mm", in_segment)
-        assert "index_put_" in sparing.name
-        assert inner.name in sparing.name
 
 
 def test_a_plan_claims_nothing_for_them(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""An iteration that ends with an error, where wrong numbers may be the reason."""
+"""An iteration that ends with an error, where wrong numbers may be the reason; the share of operators that is verified,
+and when its fall is told."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,7 +8,14 @@ import pytest
 
 from ft.base.errors import EpochClosed, RecoverableError, UserError
 from ft.faults import verdict
-from ft.systems.dmr.runtime.protection import CorruptionError, InterruptedStepError, IterationVerifier
+from ft.systems.dmr.runtime.protection import (
+    PARTS,
+    CorruptionError,
+    Coverage,
+    InterruptedStepError,
+    IterationVerifier,
+    missing,
+)
 from ft.systems.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
 
 
@@ -50,3 +58,25 @@ def test_an_operator_that_is_not_reproducible_stops_the_run_for_no_other_worker_
     kinds = [kind.__name__ for kind in type(found.value).__mro__]
     assert verdict.of_error(kinds, str(found.value)).action == action
     assert isinstance(found.value, UserError) == bool(fix) == ("fix: ft dmr selftest" in str(found.value))
+
+
+@pytest.mark.parametrize(
+    "counts, share",
+    [
+        ({}, 1.0),
+        ({"naive": 3, "P": 5, "opaque": 2}, 1.0),
+        ({"naive": 6, "unchecked": 2}, 0.75),
+        ({"D_inter": 8, "in windows": 5, "late": 3, "not in the plan": 4, "unverified": 2}, 0.75),
+        ({"unchecked": 2, "unverified": 1}, 0.0),
+    ],
+)
+def test_what_nothing_compares_is_missing(counts, share):
+    assert missing(counts) == round(PARTS * (1.0 - share))
+
+
+def test_a_fall_is_told_once_and_again_after_a_rise():
+    coverage = Coverage()
+    shares = [0.98, 0.98, 0.9, 0.9, 0.95, 0.9, 0.8999, 0.8985]
+    told = [coverage.note(round(PARTS * (1.0 - share))) for share in shares]
+    assert [None if one is None else round(one, 4) for one in told] == [None, None, 0.98, None, None, 0.95, None, 0.9]
+    assert coverage.share == pytest.approx(0.8985)
