@@ -29,12 +29,14 @@ def assemble(flags: str, has_te: bool = False):
 def protection(job, way: str | Path, unstable: Path | None = None):
     """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file. ``unstable``: a file of
     operators that are left unverified."""
-    from ft.systems.dmr.runtime.install import Settings, install
+    from ft.protection.contract import Asked
+    from ft.systems.dmr.layer import DoubleExecution
     from megatron.ft_trainer.trainer import JobTrainer
 
-    settings = Settings(None, way, unstable) if isinstance(way, Path) else Settings(way, None, unstable)
-    trainer = JobTrainer(job)
-    verification = install(settings, trainer, trainer.microbatches(trainer.batch))
+    ways = (None, way) if isinstance(way, Path) else (way, None)
+    asked = {"ft_dmr_unstable": unstable, "ft_dmr_retries": 2, "ft_dmr_inject": []}
+    flags = SimpleNamespace(ft_dmr=ways[0], ft_dmr_plan=ways[1], **asked)
+    verification = DoubleExecution(Asked(flags, {})).layer(JobTrainer(job), ())
     follow(job, verification)
     return verification
 

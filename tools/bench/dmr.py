@@ -145,16 +145,21 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def protections(arguments: argparse.Namespace, job) -> dict:
     """Return side -> (the layer that executes operators twice, its engine)."""
+    from types import SimpleNamespace
+
+    from ft.protection.contract import Asked
     from ft.protection.stack import Stack
-    from ft.systems.dmr.runtime.install import Settings, install
+    from ft.systems.dmr.layer import DoubleExecution
     from megatron.ft_trainer.trainer import JobTrainer
 
-    asked = {"naive": Settings("naive"), "piggyback": Settings("piggyback")}
+    asked = {"naive": ("naive", None), "piggyback": ("piggyback", None)}
     if arguments.plan is not None:
-        asked["plan"] = Settings(None, Path(arguments.plan))
+        asked["plan"] = (None, arguments.plan)
     trainer, found = JobTrainer(job), {}
-    for name, settings in asked.items():
-        made = install(settings, trainer, trainer.microbatches(trainer.batch))
+    for name, (way, plan) in asked.items():
+        others = {"ft_dmr_unstable": None, "ft_dmr_retries": 2, "ft_dmr_inject": []}
+        flags = SimpleNamespace(ft_dmr=way, ft_dmr_plan=plan, **others)
+        made = DoubleExecution(Asked(flags, {})).layer(trainer, ())
         stack = Stack([made])
         stack.protect(trainer.optimizer)
         found[name] = (stack, made.engine)

@@ -139,7 +139,7 @@ def _median(times: Sequence[Timed]) -> Timed:
     return Timed(statistics.median(time.gap_us for time in times), statistics.median(time.us for time in times))
 
 
-def install(path: Path, trainer: Trainer, unstable: Path | None = None) -> Profiling:
+def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profiling:
     """Install the profiler, after model and optimizer are built, and return its layer. Call it on all ranks, with
     ``WITH_DMR`` patches.
 
@@ -163,7 +163,7 @@ def install(path: Path, trainer: Trainer, unstable: Path | None = None) -> Profi
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
-    left_out = () if unstable is None else read_unstable(unstable).operators
+    left_out = () if unstable is None else read_unstable(Path(unstable)).operators
     pipeline = _pipeline(chunks, trainer.microbatches(trainer.batch))
 
     def write(records: Sequence[StageRecord]) -> None:
