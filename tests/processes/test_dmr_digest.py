@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.base.errors import UserError
-from ft.systems.dmr.digest import _backend, backend, definition, differing, digest, digest_many, native, same
+from ft.systems.dmr.digest import _backend, backend, definition, differing, digest, native, same
 from ft.systems.dmr.digest.definition import WORDS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -159,15 +159,6 @@ def test_shape_dtype_order_and_seed_count():
     values = [tuple(digest(other, 0).tolist()) for other in [tensor, *others, *empty]]
     values += [tuple(digest(tensor, seed).tolist()) for seed in (1, 2**64, 2**128 - 1)]
     assert len(set(values)) == len(values)
-
-
-def test_digest_many_gives_a_row_per_tensor():
-    tensors = [torch.zeros(()), torch.randn(3, 5000), torch.ones(0, 4), torch.ones(9, dtype=torch.bool)]
-    rows = digest_many(tensors, 12)
-    assert rows.dtype == torch.int64
-    assert rows.shape == (4, 2)
-    assert all(torch.equal(row, digest(tensor, 12)) for row, tensor in zip(rows, tensors, strict=True))
-    assert digest_many([], 12).shape == (0, 2)
 
 
 def test_gradients_are_not_recorded():
@@ -332,7 +323,8 @@ def test_what_simpler_sums_of_words_miss_is_seen_in_both_columns(changes):
 
 
 def test_constant_tensors_of_all_values_have_digests_of_their_own():
-    rows = digest_many([torch.full((n,), value, dtype=torch.int8) for n in (1, 3, 9) for value in range(-128, 128)], 0)
+    tensors = [torch.full((n,), value, dtype=torch.int8) for n in (1, 3, 9) for value in range(-128, 128)]
+    rows = torch.stack([digest(tensor, 0) for tensor in tensors])
     for column in (0, 1):
         assert rows[:, column].unique().numel() == 3 * 256
 
@@ -340,8 +332,8 @@ def test_constant_tensors_of_all_values_have_digests_of_their_own():
 def test_of_many_tensors_no_half_of_a_column_is_skewed():
     """Mean of every bit over 2,000 tensors and over 100 seeds, within six standard deviations of a half."""
     for numbers in (
-        digest_many([anything(5, torch.int32, i) for i in range(2000)], 1),
-        torch.cat([digest(anything(5, torch.int32, 0) | 1, seed).view(1, 2) for seed in range(100)]),
+        torch.stack([digest(anything(5, torch.int32, i), 1) for i in range(2000)]),
+        torch.stack([digest(anything(5, torch.int32, 0) | 1, seed) for seed in range(100)]),
     ):
         bits = (numbers.unsqueeze(-1) >> torch.arange(64)) & 1
         off = (bits.double().mean(0) - 0.5).abs().max().item()

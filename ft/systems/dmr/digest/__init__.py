@@ -8,7 +8,7 @@ import ctypes
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -38,24 +38,6 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """
     out = torch.empty(2, dtype=torch.int64, device=tensor.device)
     _backend(tensor.device.type)(tensor, seed, out)
-    return out
-
-
-def digest_many(tensors: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-    """Return the digests of tensors on one device as int64 [number of tensors, 2].
-
-    Raises:
-        UserError: as ``digest``.
-        ValueError: the tensors are on several devices.
-    """
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"digests of tensors on several devices: {', '.join(sorted(map(str, devices)))}")
-    device = devices.pop() if devices else torch.device("cpu")
-    out = torch.empty((len(tensors), 2), dtype=torch.int64, device=device)
-    compute = _backend(device.type)
-    for tensor, row in zip(tensors, out.unbind(), strict=True):
-        compute(tensor, seed, row)
     return out
 
 

@@ -348,11 +348,7 @@ class Messages:
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
         """Note the routes of the microbatches in this iteration, where stages have one model chunk each: for each
-        microbatch, the stages in the order in which it passes them.
-
-        Args:
-            ways: for each microbatch, the stages in the order in which it passes them.
-        """
+        microbatch, the stages in the order in which it passes them."""
         self._ways = ways
 
     def record(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:

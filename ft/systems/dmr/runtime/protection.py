@@ -18,10 +18,11 @@ from ft.base.errors import FtError, RecoverableError, ReplaceNodeError, UserErro
 from ft.platform import devices
 from ft.protection.contract import Layer, StepUndone, Trainer, Update
 from ft.protection.undo import SharedCopy, Undo
-from ft.systems.dmr.digest import digest, digest_many
+from ft.systems.dmr.digest import digest
 from ft.systems.dmr.plan.trace import SETS, UNCHECKED
 from ft.systems.dmr.runtime import suspects
 from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.findings import Rows
 from ft.systems.dmr.runtime.opaque import OPAQUE
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
 
@@ -128,7 +129,10 @@ class IterationVerifier(Layer):
 
     def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         with self.engine.unwatched():
-            return digest(digest_many(tensors, _SEED), _SEED)
+            rows = Rows(self.engine.findings.device, _SEED)
+            for tensor in tensors:
+                rows.add(tensor)
+            return digest(rows.table(), _SEED)
 
     def verify(self) -> None:
         if not self.engine.is_active:
