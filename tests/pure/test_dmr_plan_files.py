@@ -137,6 +137,7 @@ def _cycle(values):
         (lambda values: values["tensors"]["w"].update(bytes=True), "tensors: w has bytes = True"),
         (lambda values: values["fingerprint"].pop("torch"), "has no 'torch'"),
         (lambda values: values["memory"]["timeline"].update({"0": [[0, -5]]}), "`float` >= 0.0"),
+        (lambda values: values["memory"]["timeline"].update(one=[]), "Expected `int`"),
         (lambda values: values["pipeline"].update(stages=0), "no pipeline has Pipeline(stages=0"),
         (lambda values: values["pipeline"].update(microbatches=10**12), "has more than 10000000 forwards"),
         (lambda values: values["ops"][3].update(t_us=10**400), "is too large"),

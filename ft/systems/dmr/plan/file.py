@@ -115,7 +115,7 @@ class _File:
             return self.error(f"has no {missing[1]!r}", here)
         if said.startswith("Expected `object`"):
             return self.error("is not a JSON object", here)
-        if "..." in path:
+        if "..." in path or not path:
             return self.error(f"has a value that cannot be: {said}", here)
         for step in re.findall(r"\w+", path):
             values = values[int(step) if isinstance(values, list) else step]
@@ -153,8 +153,10 @@ def _trace(file: _File, values: Any) -> Trace:
     for name in FINGERPRINT:
         if name not in trace.fingerprint:
             raise file.error(f"has no {name!r}", "fingerprint")
+    timeline = {stage: tuple(sorted(points)) for stage, points in trace.memory.timeline.items()}
     trace = replace(
         trace,
+        memory=replace(trace.memory, timeline=timeline),
         ops=tuple(sorted(trace.ops, key=lambda op: (op.stage, op.start_us))),
         windows=tuple(sorted(trace.windows, key=lambda one: (one.stage, one.start_us))),
     )
