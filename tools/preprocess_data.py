@@ -31,17 +31,17 @@ def main(argv: list[str]) -> int:
     try:
         options = schema.build(PreprocessOptions, given)
         started = time.monotonic()
-        sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, given))
+        sidecar, skipped = preprocess(options, schema.build(TokenizerOptions, given))
     except UserError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("preprocess_data.py: interrupted; nothing was written", file=sys.stderr)
         return 130
-    took = "already there" if existed else f"{time.monotonic() - started:.1f} s"
     print(
         f"{options.output_prefix}: {sidecar.documents} documents, {sidecar.tokens} tokens, "
-        f"{sidecar.text_bytes / 1e6:.1f} MB of text, unigram entropy {sidecar.unigram_entropy:.4f} nats/token ({took})"
+        f"{sidecar.text_bytes / 1e6:.1f} MB of text, unigram entropy {sidecar.unigram_entropy:.4f} nats/token "
+        f"({time.monotonic() - started:.1f} s)"
     )
     if skipped:
         print("skipped: " + ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())))

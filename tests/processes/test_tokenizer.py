@@ -38,7 +38,7 @@ def hf_folder(tmp_path):
 def write_sidecar(prefix, tokenizer, **changes):
     facts = {"documents": 1, "tokens": 2, "max_id": 1, "unigram_entropy": 0.0, "sources": 1, "text_bytes": 1}
     facts |= {"tokenizer_type": tokenizer.kind, "tokenizer_model": tokenizer.model, "vocab_size": tokenizer.vocab_size}
-    facts |= {"fingerprint": tokenizer.fingerprint, "bin_bytes": 4, "idx_bytes": 62, "inputs_digest": ""}
+    facts |= {"fingerprint": tokenizer.fingerprint, "bin_bytes": 4, "idx_bytes": 62}
     sidecar = Sidecar(**(facts | changes))
     prefix.with_suffix(".meta.json").write_text(sidecar.as_json())
     return str(prefix)
