@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout that is not installed
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments import schema
+from ft.base.options import add_flags, build
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
@@ -26,12 +26,12 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for options in (PreprocessOptions, TokenizerOptions):
-        schema.add_flags(parser, options)
+        add_flags(parser, options)
     given = vars(parser.parse_args(argv))
     try:
-        options = schema.build(PreprocessOptions, given)
+        options = build(PreprocessOptions, given)
         started = time.monotonic()
-        sidecar, skipped = preprocess(options, schema.build(TokenizerOptions, given))
+        sidecar, skipped = preprocess(options, build(TokenizerOptions, given))
     except UserError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return error.exit_code

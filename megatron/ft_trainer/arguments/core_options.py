@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
+from ft.base.options import Topic, default_of, field_docs, flag, spellings
 from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
-from megatron.ft_trainer.arguments.schema import Topic, default_of, field_docs, flag, spellings
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000

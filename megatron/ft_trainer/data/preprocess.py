@@ -17,7 +17,7 @@ import numpy
 
 from ft.base import bounded_json
 from ft.base.errors import Problem, UserError
-from megatron.ft_trainer.arguments.schema import Topic, flag
+from ft.base.options import Topic, flag
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.indexed import FILES, Sidecar, token_dtype, write
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
