@@ -102,10 +102,11 @@ OF_CORE = {
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "TikTokenizer": "tiktoken",
+    "HuggingFaceTokenizer": "huggingface",
 }
 """Value of --tokenizer-type -> name of the library in megatron-core's tokenizers that reads its files."""
 
-TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer", *OF_CORE)
+TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", *OF_CORE)
 
 
 @dataclass
@@ -154,7 +155,7 @@ class TokenizerOptions(Topic):
     """tokenizer"""
 
     tokenizer_type: Literal[TOKENIZERS] | None = None
-    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file), NullTokenizer
+    """ByteLevelTokenizer (256 bytes + special tokens), NullTokenizer
     (token ids are numbers), or one of megatron-core's library. Default: what the dataset was made with; with
     --vocab-file and --merge-file GPT2BPETokenizer, else ByteLevelTokenizer."""
 
@@ -184,7 +185,7 @@ class TokenizerOptions(Topic):
             yield "NullTokenizer needs the number of token ids", "add --vocab-size N"
         elif kind == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
             yield "GPT2BPETokenizer needs its files", "add --vocab-file FILE --merge-file FILE"
-        elif kind in ("HuggingFaceTokenizer", *OF_CORE) and kind != "GPT2BPETokenizer" and not self.tokenizer_model:
+        elif kind in OF_CORE and kind != "GPT2BPETokenizer" and not self.tokenizer_model:
             yield f"{kind} needs its file", "add --tokenizer-model FILE"
 
 
