@@ -52,7 +52,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
     @property

@@ -314,7 +314,7 @@ def fetch(
 
     left = crew.run(work, task.is_whole, f"the state of step {step}, lineage {lineage}")
     seconds = time.monotonic() - began
-    return Fetched(_content(task.envelope), memory.table.nbytes, seconds, task.delivered, left)
+    return Fetched(_content(task.envelope or b""), memory.table.nbytes, seconds, task.delivered, left)
 
 
 def fetch_envelope(
@@ -362,7 +362,7 @@ def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
     return source.receive(piece, memory)
 
 
-def _content(envelope: bytes | None) -> dict[str, Any]:
+def _content(envelope: bytes) -> dict[str, Any]:
     try:
         content = bounded_json.loads(envelope, non_finite=True)
     except (ValueError, TypeError, RecursionError) as error:

@@ -14,10 +14,11 @@ from ft.base.errors import UserError
 from ft.net.framed import checksum
 from ft.state import device as devices
 from ft.state.layout import Table
+from ft.state.transfer.moving import Memory
 
 
-class FlatState:
-    """Byte-range view of ``tensors``, laid out in the order of their names (:class:`ft.state.transfer.moving.Memory`).
+class FlatState(Memory):
+    """Byte-range view of ``tensors``, laid out in the order of their names.
 
     Raises:
         UserError: a tensor has an unsupported type or is not contiguous.
@@ -29,7 +30,6 @@ class FlatState:
         self._runs = [_bytes_of(entry.name, tensors[entry.name]) for entry in self.table.entries]
 
     def whole(self, start: int, stop: int) -> memoryview | None:
-        """Return the bytes [start, stop) in place; None if they are not one contiguous range of host memory."""
         pieces = list(self._pieces(start, stop))
         if len(pieces) != 1:
             return None
@@ -37,7 +37,6 @@ class FlatState:
         return run[begin:end] if end - begin == stop - start and isinstance(run, memoryview) else None
 
     def gather(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copy the bytes [start, stop) to ``scratch``, which has that length."""
         scratch[:] = bytes(len(scratch))
         for run, at, begin, end in self._pieces(start, stop):
             target = scratch[at : at + end - begin]
@@ -48,7 +47,6 @@ class FlatState:
                 torch.frombuffer(target, dtype=torch.uint8).copy_(run[begin:end])
 
     def scatter(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copy ``scratch`` to the bytes [start, stop)."""
         for run, at, begin, end in self._pieces(start, stop):
             source = scratch[at : at + end - begin]
             if isinstance(run, memoryview):
@@ -101,4 +99,4 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview | torch.Tensor:
     flat = tensor.detach().view(-1).view(torch.uint8)
     if flat.device.type == "meta":
         raise UserError(f"tensor {name!r} has no memory (device meta)", "materialize it first")
-    return memoryview(flat.numpy()) if flat.device.type == "cpu" else flat
+    return memoryview(flat.numpy().data) if flat.device.type == "cpu" else flat

@@ -12,8 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 from ft.faults.hang.look import Departure, Operation, channel, departure, missing_end, operation_name, source_name
 
@@ -40,7 +42,7 @@ class Entry(NamedTuple):
     group: str
     name: str
     peer: int | None
-    sizes: tuple
+    sizes: tuple[tuple[torch.dtype, torch.Size], ...]
     site: tuple[CodeType, int] | str | None
     sequence: int
     began: float
@@ -88,7 +90,9 @@ class History:
         self._newest.clear()
         self._usual = (True, True, False)
 
-    def started(self, group: str, method: str, peer: int | None, sequence: int, values: Sequence, work: Any) -> None:
+    def started(
+        self, group: str, method: str, peer: int | None, sequence: int, values: Sequence[Any], work: Any
+    ) -> None:
         """Remember an operation.
 
         Args:
@@ -170,7 +174,7 @@ def shortened(filename: str) -> str:
     return source_name(filename, os.getcwd())
 
 
-def _sizes(values: Sequence) -> tuple:
+def _sizes(values: Sequence[Any]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
     found = []
     for value in values:
         if hasattr(value, "dtype"):
@@ -185,7 +189,7 @@ _KNOWN: dict[str, bool] = {}
 
 def _site() -> tuple[CodeType, int] | None:
     """Return the innermost call outside of the communication libraries."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         library = _KNOWN.get(name)

@@ -16,7 +16,7 @@ _SCALE = ".scale"
 """End of the name of a scale, which Transformer Engine's optimizer keeps outside of its state."""
 
 
-def parts(optimizer: Any) -> list:
+def parts(optimizer: Any) -> list[Any]:
     """Return the parts of a chained megatron-core optimizer, such as one for dense and one for expert parameters.
 
     If ``optimizer`` is not chained, it is the only part. Stubs without tensors are left out.
@@ -86,14 +86,15 @@ _MAKE_ZEROS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def _allocate_zeros(inner: torch.optim.Optimizer) -> None:
-    made: dict[tuple, dict[str, torch.Tensor]] = {}
+    made: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
+    kind_of_optimizer: Any = type(inner)
     for number, group in enumerate(inner.param_groups):
         for p in (p for p in group["params"] if p is not None and not inner.state.get(p)):
             kind = number, p.dtype, p.device
             if kind not in made:
                 one = torch.zeros(1, dtype=p.dtype, device=p.device)
                 one.grad = torch.zeros_like(one)
-                optimizer = type(inner)([{**group, "params": [one]}])
+                optimizer = kind_of_optimizer([{**group, "params": [one]}])
                 optimizer.step()
                 made[kind] = {key: value.zero_() for key, value in optimizer.state[one].items()}
             inner.state[p] = {
@@ -108,7 +109,7 @@ def forget(inner: torch.optim.Optimizer) -> None:
 
     A copy of a weight in the state becomes that of the parameter, and the lower bits of a weight, as integers, zero.
     """
-    main: torch.Tensor | None = None
+    main = torch.Tensor()
     for name, _, of, key in list(entries(inner)):
         if key == "main":
             main = of[key]
@@ -129,7 +130,7 @@ def forget(inner: torch.optim.Optimizer) -> None:
             group.pop("step", None)  # optimizers that count steps by group start without the key
 
 
-def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
+def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str]]:
     """Iterate over every parameter and every value of the optimizer state.
 
     Transformer Engine's FusedAdam keeps half-precision state in units of a scale for each tensor, which it keeps in

@@ -92,7 +92,7 @@ class Held(ABC):
         return
 
 
-class Arrival(AbstractContextManager):
+class Arrival(AbstractContextManager["Arrival"]):
     """A pushed state that is being received; a context that drops it at its end if it was not committed.
 
     Attributes:
