@@ -311,12 +311,9 @@ class NcclConnector:
         self._identity, self._given = identity, given
 
     def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
-        """Create the backend and its communicator, together with the other members.
+        """Create the backend and its communicator, together with the other members (:meth:`GlooConnector.connect`).
 
-        Args:
-            store: store for the rendezvous, whose keys must never have been used before.
-            watch: not used for NCCL.
-            is_cancelled: whether nobody waits for the communicator any more.
+        ``watch`` is not used. ``is_cancelled`` returns whether nobody waits for the communicator any more.
 
         Raises:
             RuntimeError: a member did not join, or the connection to the store broke.

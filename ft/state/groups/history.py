@@ -93,15 +93,10 @@ class History:
     def started(
         self, group: str, method: str, peer: int | None, sequence: int, values: Sequence[Any], work: Any
     ) -> None:
-        """Remember an operation.
+        """Remember an operation, as an :class:`Entry`.
 
-        Args:
-            group: name of the process group.
-            method: name of the method of ``dist.ProcessGroup``.
-            peer: logical rank of the other end of a message; None for a collective.
-            sequence: its number in its channel.
-            values: arguments of the method.
-            work: the work object, which tells when the operation has ended; it is not kept alive.
+        ``method`` is the method of ``dist.ProcessGroup`` that was called with ``values``. ``work`` tells when the
+        operation has ended; it is not kept alive.
         """
         name = operation_name(method)
         self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))

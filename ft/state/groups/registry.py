@@ -41,7 +41,7 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
-from ft.state.groups.history import Entry
+from ft.state.groups.history import Entry, History
 from ft.state.groups.seam import BACKEND, take_over
 from ft.state.groups.state import EpochState
 from ft.state.groups.work import GroupWork, Message, Opaque
@@ -387,16 +387,10 @@ class Groups:
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
-    def begins_a_step(self, is_usual: bool = True) -> None:
-        """Record that the next operations belong to a new training step.
-
-        ``is_usual``: whether those since the last call were a whole training step (``History.begins``).
-        """
-        self._state.history.begins(is_usual)
-
-    def is_interrupted(self) -> None:
-        """Record that the next operations belong to something that most training steps do not contain."""
-        self._state.history.is_unusual()
+    @property
+    def history(self) -> History:
+        """Return the record of training's operations, which is told when a step begins."""
+        return self._state.history
 
     def look(self, threads: Collection[str] = ()) -> GroupsLook:
         """Return what is known of the operations of training. Safe from any thread.

@@ -27,8 +27,7 @@ from ft.base.errors import FallbackError, UserError
 from ft.job.messages import SNAPSHOT_MEMORY
 from ft.net.framed import checksum
 from ft.state import device as devices
-from ft.state.layout import CHUNK, Table, chunk_count
-from ft.state.transfer.moving import Memory
+from ft.state.layout import CHUNK, Memory, Table, chunk_count
 
 
 class Status(Enum):

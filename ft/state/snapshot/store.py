@@ -389,15 +389,9 @@ class Snapshots:
     ) -> tuple[Slot | None, dict[str, str]]:
         """Find the snapshot of ``step`` from which this worker restores its state.
 
-        The worker's own snapshot is used if its checksums are right. Otherwise the snapshot is copied from a peer into
-        one of this worker's own slots, and its checksums are checked there.
-
-        Args:
-            tables: name of a section -> layout of its tensors.
-            step: step of the snapshot.
-            source: the ranks to try first, for each section.
-            envelope_only: whether only the envelope of an own snapshot is needed, so that its tensors are not verified.
-            epoch: epoch in which the restore takes place; a cancellation of this epoch ends the search.
+        The worker's own snapshot is used if its checksums are right; those of the tensors are not looked at if
+        ``envelope_only``. Otherwise the snapshot is copied from a peer into one of this worker's own slots, and its
+        checksums are checked there.
 
         Returns:
             (slot with the snapshot, {section: where it came from}); (None, {}) if ``epoch`` was cancelled meanwhile.

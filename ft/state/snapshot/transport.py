@@ -29,11 +29,11 @@ from ft.base.errors import FallbackError
 from ft.job.messages import Holdings
 from ft.net.framed import FramedChannel, Mark
 from ft.net.streams import Network, TcpNetwork
-from ft.state.layout import Table
+from ft.state.layout import Memory, Table
 from ft.state.snapshot.buffers import Part, PingPong, Slot, Status
 from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.state.transfer import pull
-from ft.state.transfer.moving import Disturb, Memory, Withdrawn
+from ft.state.transfer.moving import Disturb, Withdrawn
 from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender
 from ft.state.transfer.server import Arrival, Held, Holder, NotHeld, Refused, serve
 

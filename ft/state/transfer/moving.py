@@ -11,42 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ft.net.framed import BadFrame, Bytes, FramedChannel, Mark
-from ft.state.layout import CHUNK, Table
+from ft.state.layout import CHUNK, Memory
 
 CHUNK_KIND, DONE, GONE = b"CHNK", b"DONE", b"GONE"
 
 Disturb = Callable[[int, int, list[Bytes]], list[list[Bytes]]]
 """Function (index of a chunk, number of chunks, pieces of its frame) -> frames to send instead, for fault injection."""
-
-
-class Memory:
-    """The bytes of a state in memory.
-
-    Attributes:
-        table: layout of the tensors.
-    """
-
-    table: Table
-
-    def whole(self, start: int, stop: int) -> memoryview | None:
-        """Return the bytes [start, stop) in place; None if they are not one contiguous range of host memory."""
-        raise NotImplementedError
-
-    def gather(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copy the bytes [start, stop), which are not in place, to ``scratch``, which has that length."""
-        raise NotImplementedError
-
-    def scatter(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copy ``scratch`` to the bytes [start, stop), which are not in place."""
-        raise NotImplementedError
-
-    def checksum(self, start: int, chunk: memoryview) -> int:
-        """Return the checksum of ``chunk``, the bytes from ``start`` on."""
-        raise NotImplementedError
-
-    def note(self, start: int, check: int) -> None:
-        """Take note of the checksum of the chunk that was received at ``start``."""
-        raise NotImplementedError
 
 
 class Withdrawn(Exception):

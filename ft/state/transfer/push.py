@@ -10,7 +10,8 @@ from ft.base.errors import RecoverableError
 from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark
 from ft.net.streams import Network
-from ft.state.transfer.moving import Disturb, Memory, send_range
+from ft.state.layout import Memory
+from ft.state.transfer.moving import Disturb, send_range
 from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY
 
 _PAUSES_S = (0.0, 0.05, 0.25)
