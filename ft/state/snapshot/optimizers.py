@@ -73,7 +73,8 @@ def allocate(inner: torch.optim.Optimizer) -> None:
     if holders(inner) != [inner]:
         for holder in holders(inner):
             allocate(holder)
-        inner._sync_sub_optimizers_state_to_hdo()
+        hybrid: Any = inner
+        hybrid._sync_sub_optimizers_state_to_hdo()
         return
     if type(inner) in _MAKE_ZEROS:
         _allocate_zeros(inner)
@@ -165,7 +166,7 @@ def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any],
     """
     if holders(inner) != [inner]:
         for at, holder in enumerate(holders(inner)):
-            yield from ((f"{at}/{name}", *where) for name, *where in entries(holder))
+            yield from ((f"{at}/{name}", group, of, key) for name, group, of, key in entries(holder))
         return
     scales = getattr(inner, "_scales", {})
     for number, group in enumerate(inner.param_groups):
