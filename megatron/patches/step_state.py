@@ -72,6 +72,9 @@ def publish_parameters(chunks: Iterable, optimizer) -> None:
     to that of a step.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        with torch.no_grad():  # core's HybridDeviceOptimizer updates copies of the parameters, on the host or in fp32
+            for param, main in getattr(getattr(part, "optimizer", None), "param_to_inner_param", {}).items():
+                param.data.copy_(main.data)
         if hasattr(part, "_copy_main_params_to_model_params"):
             with torch.no_grad():
                 part._copy_main_params_to_model_params()

@@ -5,12 +5,12 @@ of step n - 1 from the same rank of healthy replicas (:mod:`ft.state.transfer`) 
 these healthy ranks is a source. The state's epoch is its lineage: the number of the quorum in which its step was
 committed.
 
-Each source sends an equal share of the bytes of the state (:mod:`ft.state.fetch.memory`), and the other sources take
+Each source sends an equal share of the bytes of the state (:mod:`ft.state.layout`), and the other sources take
 over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). A source sends its live tensors, and
 withdraws them before they change (:mod:`ft.state.fetch.server`).
 """
 
-from ft.state.fetch.client import BadState, Fetched, Limits, Refused, fetch, fetch_envelope
-from ft.state.fetch.server import Cut, StateServer
+from ft.state.fetch.client import BadState, Fetched, Refused, fetch, fetch_envelope
+from ft.state.fetch.server import StateServer
 
-__all__ = ["BadState", "Cut", "Fetched", "Limits", "Refused", "StateServer", "fetch", "fetch_envelope"]
+__all__ = ["BadState", "Fetched", "Refused", "StateServer", "fetch", "fetch_envelope"]

@@ -14,11 +14,12 @@ import torch
 
 from ft.base import bounded_json
 from ft.base.errors import FallbackError, RecoverableError
+from ft.net.framed import Mark
 from ft.net.streams import TcpNetwork
 from ft.state.fetch import shares
-from ft.state.fetch.memory import FlatState
 from ft.state.fetch.shares import Piece
-from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, Source, Wanted
+from ft.state.layout import FlatState
+from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, Source
 
 
 class Refused(RecoverableError):
@@ -37,15 +38,8 @@ _LOOK_S = 0.05
 _NOT_NEEDED = "not needed any more"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits for single operations of a fetch.
-
-    Attributes:
-        stall_s: maximum seconds that a source may take for a connection, an answer, or a block of 1 MiB.
-    """
-
-    stall_s: float = 5.0
+STALL_S = 5.0
+"""Maximum seconds that a source may take for a connection, an answer, or a block of 1 MiB."""
 
 
 class Crew:
@@ -54,7 +48,7 @@ class Crew:
     Args:
         sources: addresses; duplicates are dropped.
         token: token of the run.
-        limits: limits for single operations.
+        stall_s: maximum seconds for one operation of a source (:data:`STALL_S`).
         until: time.monotonic() at which the work is ended if it is not done.
         cancel: event that ends the work when it is set.
         has_begun: event that is set when :meth:`begins_at` was called for every source.
@@ -69,7 +63,7 @@ class Crew:
         self,
         sources: Sequence[str],
         token: str,
-        limits: Limits,
+        stall_s: float,
         until: float,
         cancel: threading.Event | None,
         has_begun: threading.Event | None = None,
@@ -77,8 +71,8 @@ class Crew:
         self.addresses = list(dict.fromkeys(sources))
         self.changed = threading.Condition(threading.RLock())
         self.is_over = False
-        self._until, self._stall_s, self._cancel = until, limits.stall_s, cancel
-        patience = min(limits.stall_s, max(0.001, until - time.monotonic()))
+        self._until, self._stall_s, self._cancel = until, stall_s, cancel
+        patience = min(stall_s, max(0.001, until - time.monotonic()))
         self._sources = [Source(TcpNetwork(""), address, token, patience) for address in self.addresses]
         self._ended: dict[str, Exception | None] = {}
         self._at: set[str] = set()
@@ -122,7 +116,9 @@ class Crew:
                 self.changed.notify_all()
             for source in self._sources:
                 source.cut(_NOT_NEEDED)
-            self._join(threads)
+            for source, thread in zip(self._sources, threads, strict=True):
+                if source.is_connected():  # otherwise it cannot write: no connection is made after the end of the work
+                    thread.join()
         left = {address: str(error) for address, error in self._ended.items() if error is not None}
         if not is_done():
             raise failure(what, self._ended, stopped)
@@ -149,8 +145,7 @@ class Crew:
         """
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: is_done() or self._all_ended(), timeout=_LOOK_S)
-                if is_done() or self._all_ended():
+                if self.changed.wait_for(lambda: is_done() or len(self._ended) == len(self._sources), timeout=_LOOK_S):
                     return ""
             now = time.monotonic()
             if self._cancel is not None and self._cancel.is_set():
@@ -158,41 +153,15 @@ class Crew:
             if now > self._until:
                 return "the time is up"
             for source in self._sources:
-                stalled = stalled_s(now, source.since, self._stall_s)
-                if stalled:
-                    source.cut(f"has sent nothing for {stalled:.1f} s")
-
-    def _all_ended(self) -> bool:
-        return len(self._ended) == len(self._sources)
-
-    def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads that could still write into the destination tensors.
-
-        The thread of a source without a connection cannot write: no connection is made after the end of the work.
-        """
-        for source, thread in zip(self._sources, threads, strict=True):
-            if source.is_connected():
-                thread.join()
-
-
-def stalled_s(now: float, since: float | None, limit_s: float) -> float:
-    """Return the seconds without progress of a source if they exceed the limit, otherwise 0.
-
-    Args:
-        now: monotonic time in seconds.
-        since: time of the last progress, None while no progress is expected.
-        limit_s: longest time without progress.
-    """
-    return 0.0 if since is None or now - since <= limit_s else now - since
+                if (since := source.since) is not None and now - since > self._stall_s:
+                    source.cut(f"has sent nothing for {now - since:.1f} s")
 
 
 def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> Exception:
-    """Return the exception of a fetch that has failed: BadState if every source failed with ``Bad``, else Refused.
+    """Return the exception of a fetch of ``what``: BadState if every source failed with ``Bad``, else Refused.
 
-    Args:
-        what: description of the fetched data.
-        ended: address of a source -> the exception that ended the work on it, or None.
-        stopped: reason why the fetch was ended early, or "".
+    ``ended`` is the exception that ended the work on each source, or None; ``stopped`` why the fetch was ended early,
+    or "".
     """
     reasons = [f"{address} {error}" for address, error in ended.items() if error is not None]
     text = f"cannot fetch {what}: " + "; ".join([*([stopped] if stopped else []), *reasons] or ["there is no source"])
@@ -284,8 +253,8 @@ def fetch(
     into: Mapping[str, torch.Tensor],
     limit_s: float,
     *,
-    rank: int | None = None,
-    limits: Limits | None = None,
+    rank: int = -1,
+    stall_s: float = STALL_S,
     cancel: threading.Event | None = None,
     has_begun: threading.Event | None = None,
 ) -> Fetched:
@@ -299,8 +268,8 @@ def fetch(
         into: destination tensors by name, contiguous; written in place. If this function raises, they hold a mixture of
             old and new bytes.
         limit_s: time limit of the whole fetch, in seconds.
-        rank: if given, sources that serve another logical rank are abandoned.
-        limits: limits for single operations.
+        rank: sources that serve another logical rank are abandoned; -1: none is.
+        stall_s: maximum seconds for one operation of a source.
         cancel: event that ends the fetch when it is set.
         has_begun: event that this function sets once every source has either failed or registered this fetch. A source
             waits for registered fetches, within a time limit, before it changes its state.
@@ -311,8 +280,8 @@ def fetch(
         UserError: a tensor of ``into`` is not contiguous, or of an unknown type.
     """
     began = time.monotonic()
-    memory, wanted = FlatState(into), Wanted(step, lineage, rank)
-    crew = Crew(sources, token, limits or Limits(), began + limit_s, cancel, has_begun)
+    memory, wanted = FlatState(into), Mark(rank, step, lineage)
+    crew = Crew(sources, token, stall_s, began + limit_s, cancel, has_begun)
     task = _Distribution(memory.table.nbytes, crew)
 
     def work(source: Source) -> None:
@@ -321,7 +290,10 @@ def fetch(
             crew.begins_at(source.address)
             with crew.changed:
                 task.envelope = task.envelope or envelope
-            while (piece := _idle(source, task)) is not None:
+            while True:
+                source.since = None  # no progress is expected while it waits for other sources
+                if (piece := task.take(source.address)) is None:
+                    return
                 _receive(source, piece, memory)
                 task.done(source.address)
         finally:
@@ -329,7 +301,7 @@ def fetch(
 
     left = crew.run(work, task.is_whole, f"the state of step {step}, lineage {lineage}")
     seconds = time.monotonic() - began
-    return Fetched(_content(task.envelope), memory.table.nbytes, seconds, task.delivered, left)
+    return Fetched(_content(task.envelope or b""), memory.table.nbytes, seconds, task.delivered, left)
 
 
 def fetch_envelope(
@@ -339,7 +311,6 @@ def fetch_envelope(
     lineage: int,
     limit_s: float,
     *,
-    limits: Limits | None = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Fetch the envelope of the end of ``step`` from the source that answers first.
@@ -352,26 +323,20 @@ def fetch_envelope(
         step: step whose final envelope is fetched.
         lineage: number of the quorum in which the step was committed.
         limit_s: time limit in seconds.
-        limits: limits for single operations.
         cancel: event that ends the fetch when it is set.
 
     Raises:
         Refused: as for :func:`fetch`.
         BadState: as for :func:`fetch`.
     """
-    crew = Crew(sources, token, limits or Limits(), time.monotonic() + limit_s, cancel)
-    wanted, found = Wanted(step, lineage), []
+    crew = Crew(sources, token, STALL_S, time.monotonic() + limit_s, cancel)
+    found: list[bytes] = []
 
     def work(source: Source) -> None:
-        found.append(source.envelope(wanted))
+        found.append(source.envelope(Mark(-1, step, lineage)))
 
     crew.run(work, lambda: bool(found), f"the envelope of step {step}, lineage {lineage}")
     return _content(found[0])
-
-
-def _idle(source: Source, task: _Distribution) -> Piece | None:
-    source.since = None  # no progress is expected while it waits for other sources
-    return task.take(source.address)
 
 
 def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
@@ -384,7 +349,7 @@ def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
     return source.receive(piece, memory)
 
 
-def _content(envelope: bytes | None) -> dict[str, Any]:
+def _content(envelope: bytes) -> dict[str, Any]:
     try:
         content = bounded_json.loads(envelope, non_finite=True)
     except (ValueError, TypeError, RecursionError) as error:

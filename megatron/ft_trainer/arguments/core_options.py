@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
+from ft.base.options import Topic, default_of, field_docs, flag, spellings
 from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
-from megatron.ft_trainer.arguments.schema import default_of, field_docs, flag, spellings
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000
@@ -63,12 +63,8 @@ def stages(word: str) -> str:
 
 
 @dataclass
-class SpeltOtherwise:
-    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name.
-
-    Raises:
-        UserError: a value is impossible, or two values contradict each other.
-    """
+class SpeltOtherwise(Topic):
+    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name."""
 
     # the network
     group_query_attention: bool = False
@@ -196,6 +192,8 @@ class SpeltOtherwise:
 
     initial_loss_scale: float = 2**32
 
+    optimizer_offload_fraction: float = 1.0
+
     # process groups
     use_tp_pp_dp_mapping: bool = False
     """Order ranks TP, CP, EP, PP, DP; not TP, CP, EP, DP, PP."""
@@ -209,10 +207,8 @@ class SpeltOtherwise:
     create_gloo_process_groups: bool = flag(True, off="--disable-gloo-process-groups")
     """Make gloo groups beside the NCCL ones."""
 
-    def __post_init__(self):
-        problems = list(_complete(self))
-        if problems:
-            raise UserError.of(problems)
+    def contradictions(self) -> Iterator[Problem]:
+        return _complete(self)
 
     def on_one_rank(self) -> "SpeltOtherwise":
         """Return the options of the same model on one rank, with nothing split or sharded."""
@@ -242,9 +238,8 @@ WITHOUT_FLAG = frozenset(
         *("soap_precondition_frequency", "soap_use_kl_shampoo", "adaptive_muon_moment2_method"),
         *("adaptive_muon_beta2", "adaptive_muon_eps"),
         *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
-        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
-        *("pin_cpu_params", "optimizer_offload_fraction", "min_offloaded_tensor_size"),
-        *("experimental_attention_variant", "is_hybrid_model"),
+        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv"),
+        *("min_offloaded_tensor_size", "experimental_attention_variant", "is_hybrid_model"),
     )
 )
 """Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""
