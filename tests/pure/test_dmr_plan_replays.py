@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from ft.systems.dmr.plan.check import problems
 from ft.systems.dmr.plan.phases import Graph
 from ft.systems.dmr.plan.planner import Options, plan
-from ft.systems.dmr.plan.predict import Clock
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
     FORWARD,
@@ -118,37 +117,6 @@ def test_time_that_windows_share_is_used_once():
     assert found.predicted.exposed_us == 20.0 and not list(problems(found))
     both = {name: replace(how, set="D_intra", window="b") for name, how in found.assign.items() if how.window != "a"}
     assert any("window 'b' has" in problem for problem in problems(replace(found, assign=found.assign | both)))
-
-
-def unit_trace(*windows: tuple[float, float]) -> Trace:
-    """A forward (0 to 10 us), a backward (40 to 50), and windows inside units (start, end)."""
-    ops = [Operator("f", "mm", FORWARD, 0.0, 10.0), Operator("b", "mm", BACKWARD, 40.0, 10.0)]
-    found = [Window(f"w{i}", begin, end - begin, "tp") for i, (begin, end) in enumerate(windows)]
-    return Trace({}, tuple(ops), {}, tuple(found), Memory({}), Pipeline(1, 1))
-
-
-@pytest.mark.parametrize(
-    "windows, takes",
-    [
-        ([], 20.0),
-        ([(10.0, 15.0)], 25.0),
-        # A backward without recomputation begins with a transfer, after it has waited.
-        ([(35.0, 40.0)], 25.0),
-        ([(10.0, 12.0), (30.0, 35.0), (35.0, 40.0)], 32.0),
-        ([(11.0, 12.0), (38.0, 39.0)], 24.0),
-        ([(10.0, 40.0)], 50.0),
-        ([(5.0, 12.0), (50.0, 55.0)], 27.0),
-    ],
-)
-def test_a_window_inside_units_belongs_to_the_unit_it_adjoins(windows, takes):
-    assert Clock(unit_trace(*windows)).none_us() == pytest.approx(takes)
-
-
-def test_windows_before_all_units_or_without_any_do_no_harm():
-    trace = unit_trace((0.0, 5.0))
-    later = replace(trace, ops=tuple(replace(op, start_us=op.start_us + 5) for op in trace.ops))
-    assert Clock(later).none_us() == pytest.approx(25.0)
-    assert Clock(replace(trace, ops=())).none_us() == pytest.approx(5.0)
 
 
 def long_run(n: int, dynamic: bool, seed: int) -> Trace:
