@@ -8,6 +8,7 @@ VI-D).
 import gc
 import hashlib
 import json
+import os
 import random
 import sys
 import threading
@@ -35,7 +36,6 @@ from ft.state.groups.backends import (
     NcclConnector,
     SparseGlooConnector,
     interrupt_together,
-    prepare_gloo,
     prepare_nccl,
 )
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
@@ -76,6 +76,9 @@ class Groups:
 
     Any thread may call ``close``, ``waiting`` and ``oldest_unfinished``. Only the training thread may call the other
     methods.
+
+    Attributes:
+        store: torch's store of the default group.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Groups:
         self._pending: dict[tuple[str, str], Job] = {}
         self._lock = threading.Lock()
         self._builder: Builder | None = None
-        self._connection, self._store = connection, store
+        self._connection, self.store = connection, store
         self._ending: list[threading.Thread] = []
 
     @classmethod
@@ -133,7 +136,8 @@ class Groups:
             EpochClosed: the epoch was closed before all workers had connected.
         """
         take_over()
-        prepare_gloo()
+        # gloo looks up all members with one store request instead of one request per member
+        os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         limits = limits or Timeouts()
         if device_backend == "nccl":
             prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
@@ -144,7 +148,7 @@ class Groups:
             groups._builder = Builder(prefix, groups._connection)
         dist.init_process_group(
             BACKEND,
-            store=groups._store,
+            store=groups.store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -201,10 +205,6 @@ class Groups:
         """Create the default group. ``options``: torch's description of it (size, rank, timeout and name)."""
         self._default_rank = options.group_rank
         return self.new_group(range(options.group_size), options.timeout, options.group_id, "default_pg")
-
-    def store_of(self, group: Group) -> c10d.Store:
-        """Return the part of the store whose keys belong to ``group``."""
-        return c10d.PrefixStore(f"{group.group_name}/", self._store)
 
     def forget(self, group: Group) -> None:
         """Remove a group that is being destroyed. With the last group, cancel the builder."""
