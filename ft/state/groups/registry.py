@@ -241,11 +241,11 @@ class Groups:
             if not group.connections():
                 raise FtError(f"{group} was not rebuilt for epoch {self._state.epoch}: no plan named it")
             job = self._submit(group, device_type)
-        self._wait(group, job)
+        self._wait(job)
 
     def _submit(self, group: Group, device_type: str | None = None) -> Job:
         device_type = device_type or next(iter(group.connectors))
-        job = Job(f"{group.group_name}/{device_type}", group.connectors[device_type], group.attach)
+        job = Job(group, device_type)
         self._pending[group.group_name, device_type] = job
         return self._building.submit(job)
 
@@ -255,7 +255,8 @@ class Groups:
             raise FtError("no group is connected before the first rebuild")
         return self._builder
 
-    def _wait(self, group: Group, job: Job) -> None:
+    def _wait(self, job: Job) -> None:
+        group = job.group
         self._state.begins_to_wait(group.group_name)
         try:
             self._building.wait(job)
@@ -360,9 +361,9 @@ class Groups:
             self._builder = Builder(prefix, self._connection)
         self._pending.clear()
         state.history.clears()
-        jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
-        for group, job in jobs[: len(wanted)]:
-            self._wait(group, job)
+        jobs = [self._submit(group) for group in (*wanted, *later)]
+        for job in jobs[: len(wanted)]:
+            self._wait(job)
         return time.monotonic() - began
 
     def _disconnect(self, groups: list[Group]) -> None:
