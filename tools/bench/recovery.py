@@ -36,7 +36,7 @@ from ft.record.recoveries import PHASES, recoveries  # noqa: E402
 LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
 """Ranks -> (tensor, pipeline) parallel size; the rest is data parallelism."""
 FIRST_FAULT, SPACING = 10, 12
-DEADLINE_S = 300
+DEADLINE_S = 1800
 KILL, HANG, STAGE = "kill", "hang", "stage"
 
 
