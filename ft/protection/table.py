@@ -198,8 +198,8 @@ MODES: list[Mode] = [
     ),
     Mode(
         ("--optimizer-cpu-offload",),
-        (*_SENDING, *_TWICE),
-        "weights and moments are in optimizers inside the trainer's one, where nothing copies or verifies them",
+        _TWICE,
+        _twice("copies gradients and weights between the device and optimizers on the host beside the operators"),
     ),
     Mode(
         ("--fp8-format",),

@@ -125,10 +125,9 @@ def _of_optimizer(optimizer: Any) -> Iterator[Problem]:
         if not isinstance(part, _KNOWN):
             what = "the optimizer" if part is optimizer else "a part of the optimizer"
             yield f"{what} is a {_kind(part)}, and not megatron-core's: no snapshot would hold its weights", _MAKE
-        elif inner is not None and hasattr(inner, "sub_optimizers"):  # HybridDeviceOptimizer
-            problem = f"the optimizer is a {_kind(inner)}: no snapshot holds the state of the optimizers inside it"
-            yield problem, "leave optimizer_cpu_offload of its OptimizerConfig off"
-        elif inner is not None and (names := sorted({key for group in inner.param_groups for key in _tensors(group)})):
+        elif inner is not None and (
+            names := sorted({key for group in optimizers.groups(inner) for key in _tensors(group)})
+        ):
             problem = f"parameter groups of the optimizer have tensors, which no snapshot holds: {', '.join(names)}"
             yield problem, "give the optimizer plain numbers, and leave capturable off"
 

@@ -94,6 +94,9 @@ def publish_parameters(chunks: Iterable, optimizer, giver: int | None = None) ->
             which moves less memory than the all-gather (DEADPOOL, section VI-E). Needs :func:`keeps_parameters`.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        with torch.no_grad():  # core's HybridDeviceOptimizer updates copies of the parameters, on the host or in fp32
+            for param, main in getattr(getattr(part, "optimizer", None), "param_to_inner_param", {}).items():
+                param.data.copy_(main.data)
         if hasattr(part, "_copy_main_params_to_model_params"):
             with torch.no_grad():
                 part._copy_main_params_to_model_params()

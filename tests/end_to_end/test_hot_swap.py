@@ -8,6 +8,7 @@ import pytest
 from ft_runs import Finished, Running, flags, ft_run
 
 ZERO = "--use-distributed-optimizer"
+HOST = f"{ZERO} --bf16 --use-precision-aware-optimizer --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 LAYOUTS = {
     "tp1 pp2 dp2": (4, f"{ZERO} --pipeline-model-parallel-size 2"),
     "tp2 pp1 dp2": (4, f"{ZERO} --tensor-model-parallel-size 2"),
@@ -21,13 +22,15 @@ LAYOUTS = {
     "interleaved": (4, f"{ZERO} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "overlapped": (4, f"{ZERO} --overlap-grad-reduce --overlap-param-gather"),
     "replicated optimizer": (4, "--pipeline-model-parallel-size 2"),
+    "optimizer on the host": (2, f"{HOST} --overlap-grad-reduce --overlap-param-gather"),
+    "optimizer partly on the host": (4, f"{HOST} --pipeline-model-parallel-size 2 --optimizer-offload-fraction 0.5"),
     "no data parallelism": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
 }
 PHASES = ("forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 
 
-EVERY_TIME = ("tp2 pp2 dp2",)
-"""Layouts of the default tier: tensor, pipeline and data parallelism with the distributed optimizer."""
+EVERY_TIME = ("tp2 pp2 dp2", "optimizer on the host")
+"""Layouts of the default tier: tensor, pipeline and data parallelism with the distributed optimizer; its offloading."""
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,9 @@ LLAMA = (
     "--global-batch-size 8 --train-iters 8 --lr-decay-iters 8 --eval-interval 100 --eval-iters 1 --log-interval 1 "
     "--data-path {data} --data-cache-path {cache}"
 )
+OFFLOADED = (
+    f"{TWO_STAGES} --bf16 --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+)
 LINES = {
     "stages": (TWO_STAGES, "kill@step=5:rank=2"),
     "llama": (LLAMA, "kill@step=4:rank=1:phase=backward"),
@@ -107,6 +110,7 @@ LINES = {
     "corpus": (DATA_PARALLEL, "kill@step=5:rank=3:phase=save"),
     "experts": (EXPERTS, "kill@step=4:rank=1:phase=backward"),
     "interleaved": (INTERLEAVED, "hang@step=9:rank=0"),
+    "optimizer on the host": (OFFLOADED, "kill@step=5:rank=2:phase=optimizer"),
 }
 
 

@@ -7,13 +7,19 @@ line that begins with ``#`` is a comment. The form is that of the tests of etcd'
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from control_world import LIMITS, World
 from quorum_world import World as Quorums
 
+from ft.base.step_clock import COMPUTE
+from ft.faults.health import rules
 from ft.job import messages as m
+from ft.job.control.sidecar import status_values
+from ft.job.control.stragglers import WINDOW
+from ft.net.codec import to_json
+from ft.platform.health import EVENT, Observation, Reading
 
 # Words are separated by blanks, except inside of JSON's quotes, lists and objects.
 _WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{.*\}|\S)+')
@@ -260,6 +266,50 @@ class Run(Player):
             place = {"pp": rank, "tp": 0, "dp": 0, "cp": 0, "blocks": 2}
             self.world.say(m.Observed("layout", {"places": {str(rank): place}, "checkfree": lost}))
         return self._lines()
+
+    def do_finding(self, name, node="n0", device="gpu7", index=None, acts=True, lacks="", **changes):
+        """The node reports the finding that an event of this name makes, without the field that it ``lacks``."""
+        seen = Observation(node, device, name, 1, "", 50.0, EVENT, "as the kernel log says")
+        (found,) = rules(None, Reading(node, 50.0, (seen,)))
+        values = {
+            **asdict(found),
+            "index": index,
+            "acts": acts,
+            "node": node,
+            "wall": 50.0,
+            "monotonic": 5.0,
+            **changes,
+        }
+        return self.do_observed("health_found", **{k: v for k, v in values.items() if k not in ("when", lacks)})
+
+    def do_pace(self, rank, ratio=2.0, step=50, is_late=True, **changes):
+        """The worker of a rank is found to be slower than the others, or as fast again (``is_late=false``)."""
+        values = {"worker": self.world.worker(rank), "epoch": self.world.state.epoch, **changes}
+        self.world.say(
+            m.PaceJudged(
+                **values,
+                rank=rank,
+                step=step,
+                is_late=is_late,
+                ratio=ratio,
+                own_s=0.1 * ratio,
+                usual_s=0.1,
+                cause=COMPUTE,
+                steps=WINDOW,
+            )
+        )
+        return self._lines()
+
+    def do_show(self, *path):
+        """Show a field of the state, or of one of its parts: ``show agents n0 unusable``."""
+        found = self.world.state
+        for name in path:
+            found = found[name] if isinstance(found, dict) else getattr(found, name)
+        return [f"{' '.join(path)}: {json.dumps(to_json(found))}"]
+
+    def do_status(self, key):
+        """Show what ``ft status`` says under this key."""
+        return [f"status {key}: {json.dumps(status_values(self.world.state)[key])}"]
 
     def do_event(self, name, *keys):
         """Show the events of this name so far, or these of their values."""

@@ -10,13 +10,15 @@ import torch
 from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equal, state
 
 from ft.base.errors import UserError
-from ft.net.framed import FramedChannel
-from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
-from ft.state.fetch.client import failure, stalled_s
+from ft.net.framed import FramedChannel, Mark
+from ft.state.fetch import BadState, Refused, StateServer, fetch, fetch_envelope, shares
+from ft.state.fetch.client import failure
 from ft.state.fetch.memory import FlatState, table_of
-from ft.state.fetch.server import Envelope, Offer
+from ft.state.fetch.server import Offer
 from ft.state.transfer.moving import Withdrawn
 from ft.state.transfer.pull import Bad, Gone, Lost
+
+MARK = Mark(0, STEP, LINEAGE)
 
 
 @pytest.fixture
@@ -71,12 +73,6 @@ def test_what_a_source_leaves_goes_round_the_others():
     assert sorted(piece.start for pieces in after.values() for piece in pieces) == [0, 10, 20, 30]
     assert [len(pieces) for pieces in after.values()] == [2, 2]
     assert shares.inherit("a", range(0, 10), {"a": []}) == ({}, "1 pieces of a go round 0 others")
-
-
-def test_only_silence_while_something_is_expected_is_a_stall():
-    assert stalled_s(10.0, None, 1.0) == 0.0
-    assert stalled_s(10.0, 9.5, 1.0) == 0.0
-    assert stalled_s(10.0, 8.0, 1.0) == 2.0
 
 
 def test_a_state_is_bad_only_if_no_source_can_be_hoped_for():
@@ -229,7 +225,7 @@ def test_a_source_that_is_about_to_end_the_step_is_waited_for(servers):
     late.join()
     assert equal(live, into)
     with pytest.raises(Refused, match="has not come to the end of step 8"):
-        get([source], into, step=STEP + 1, limits=Limits(stall_s=0.1))
+        get([source], into, step=STEP + 1, stall_s=0.1)
 
 
 def test_a_fetch_ends_when_its_time_is_up_or_it_is_cancelled(servers):
@@ -269,7 +265,7 @@ def test_tensors_on_a_device_are_copied_once_for_all_who_ask():
         asked.append(is_over())
         return tensors
 
-    offer = Offer(Envelope.of(STEP, LINEAGE, {}), table_of(state(11, 0.1)), state(11, 0.1), count)
+    offer = Offer(MARK, "", b"{}", table_of(state(11, 0.1)), state(11, 0.1), count)
     here, there = socket.socketpair()
     with here, there:
         for _ in range(3):
@@ -290,7 +286,7 @@ def test_a_withdrawal_stops_the_copy_from_a_device():
             time.sleep(0.001)
         return {}
 
-    offer, ends = Offer(Envelope.of(STEP, LINEAGE, {}), table_of({}), {}, endless), []
+    offer, ends = Offer(MARK, "", b"{}", table_of({}), {}, endless), []
     here, there = socket.socketpair()
 
     def read() -> None:
@@ -310,7 +306,7 @@ def test_a_withdrawal_stops_the_copy_from_a_device():
 
 
 def test_a_withdrawal_returns_only_when_nobody_reads_any_more():
-    offer = Offer(Envelope.of(STEP, LINEAGE, {}), table_of({}), {}, lambda tensors, is_over: tensors)
+    offer = Offer(MARK, "", b"{}", table_of({}), {}, lambda tensors, is_over: tensors)
     here, there = socket.socketpair()
     order: list[str] = []
 

@@ -28,7 +28,7 @@ from ft.net import listener as door
 from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.net.streams import TcpNetwork
-from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch
+from ft.state.fetch import BadState, Refused, StateServer, fetch
 from ft.state.transfer.moving import CHUNK_KIND, DONE
 from ft.state.transfer.server import ASK, PURPOSE, RANGE, STATE, WORDS
 
@@ -60,7 +60,7 @@ def serving(closing, live, step=STEP) -> StateServer:
 
 
 def get(sources, into, step=STEP, limit_s=WAIT_S, stall_s=WAIT_S):
-    return fetch([s.address for s in sources], TOKEN, step, LINEAGE, into, limit_s, limits=Limits(stall_s))
+    return fetch([s.address for s in sources], TOKEN, step, LINEAGE, into, limit_s, stall_s=stall_s)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -180,9 +180,7 @@ def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(clos
         while not over.is_set():
             step = max(step, at[0])
             try:
-                fetch(
-                    [s.address for s in servers], TOKEN, step, LINEAGE, into, WAIT_S, limits=Limits(WAIT_S), cancel=over
-                )
+                fetch([s.address for s in servers], TOKEN, step, LINEAGE, into, WAIT_S, stall_s=WAIT_S, cancel=over)
             except Refused:
                 seen["refused"] += 1
                 continue
@@ -477,8 +475,8 @@ def test_a_server_that_is_no_source_is_told_from_one_and_not_waited_for(closing,
 
     thread = threading.Thread(target=speak)
     thread.start()
-    address, limits = f"127.0.0.1:{listener.getsockname()[1]}", Limits(stall_s=WAIT_S if hangs_up else 0.3)
+    address, stall_s = f"127.0.0.1:{listener.getsockname()[1]}", WAIT_S if hangs_up else 0.3
     with pytest.raises((Refused, BadState), match="cannot fetch the state of step 7") as found:
-        fetch([address], TOKEN, STEP, LINEAGE, blank(state(22, 0.1)), WAIT_S, limits=limits)
+        fetch([address], TOKEN, STEP, LINEAGE, blank(state(22, 0.1)), WAIT_S, stall_s=stall_s)
     assert "the time is up" not in str(found.value)
     thread.join(WAIT_S)

@@ -60,7 +60,7 @@ def test_leaving_an_epoch_waits_for_no_copy_and_a_restore_completes_or_abandons_
         monkeypatch.setattr(Progress, "stop", lambda progress: (stop(progress), asked.start()), raising=True)
     else:
         with pytest.raises(NotHeld) as refusal:
-            workers.servers[0]._holder.find(Mark(0, 6, -1), OWNED)
+            workers.servers[0].find(Mark(0, 6, -1), OWNED)
         assert refusal.value.later, "peers ask again"
         asked.start()
     snaps.restore(live, 5 if goes_back else 6, Source(0, 0), epoch=1)

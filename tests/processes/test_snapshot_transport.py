@@ -20,7 +20,6 @@ from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.state.layout import Table
 from ft.state.snapshot import Snapshots, SnapshotServer
-from ft.state.transfer.pull import Wanted
 from ft.state.transfer.push import PeerLost
 from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, PUSH, RANGE, REFUSED, WORDS
 
@@ -204,7 +203,7 @@ def test_a_fetch_with_another_token_is_refused(networks):
     server, guesses = SnapshotServer(networks.of(1), token="secret"), SnapshotServer(networks.of(0), token="guess")
     guesses.place({1: server.address})
     with pytest.raises(PeerLost, match=r"logical rank 1 at .*: has another token: it does not belong to this run"):
-        guesses.fetch(1, Wanted(4, rank=0, section="owned"), 0, None)
+        guesses.fetch(1, Mark(0, 4), "owned", 0, None)
     for each in (server, guesses):
         each.close()
 

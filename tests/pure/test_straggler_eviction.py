@@ -1,4 +1,7 @@
-"""What the control plane does about slow workers: whom it names, whom it replaces and when, and what it writes down."""
+"""How the control plane finds slow workers, and what it writes down of them.
+
+Whom it names and replaces is in ``conversations/recovery/stragglers.txt``.
+"""
 
 import json
 from dataclasses import replace
@@ -11,99 +14,12 @@ from ft.base.events import observed
 from ft.base.step_clock import BLOCK, COMPUTE, DATA, WARM_UP
 from ft.faults.verdict import STRAGGLER
 from ft.job import messages as m
-from ft.job.control import sidecar
 from ft.job.control.journal import Journal, recall
-from ft.job.control.state import RUNNING
-from ft.job.control.stragglers import PAUSE_STEPS, WINDOW, PaceBook
+from ft.job.control.stragglers import WINDOW, PaceBook
 from ft.observe.report import ranks, status
 from ft.record import metrics
 from ft.show import palette
 from ft.systems.hot_swap import flags
-
-
-def running(factor: float | None = 1.5, **how) -> World:
-    world = World(**how).run()
-    if factor is not None:
-        world.say(m.Observed("layout", {"evict_stragglers": factor}))
-    return world
-
-
-def judged(world: World, rank: int = 2, ratio: float = 2.0, step: int = 50, **changes) -> m.PaceJudged:
-    found = m.PaceJudged(
-        worker=world.worker(rank),
-        epoch=world.state.epoch,
-        rank=rank,
-        step=step,
-        is_late=True,
-        ratio=ratio,
-        own_s=0.1 * ratio,
-        usual_s=0.1,
-        cause=COMPUTE,
-        steps=WINDOW,
-    )
-    return replace(found, **changes)
-
-
-def test_a_slow_worker_is_named_once_and_keeps_its_seat_without_the_flag():
-    world = running(factor=None)
-    assert world.say(judged(world)) == [] and world.say(judged(world, step=60)) == []
-    (found,) = world.events("straggler_found")
-    assert (found["rank"], found["worker"], found["cause"], found["step"]) == (2, "n0.w2", COMPUTE, 50)
-    assert sidecar.status_values(world.state)["stragglers"]["2"]["worker"] == "n0.w2"
-    world.say(judged(world, step=90, is_late=False, ratio=1.0))
-    assert [event["step"] for event in world.events("straggler_gone")] == [90]
-    assert sidecar.status_values(world.state)["stragglers"] == {}
-
-
-def test_a_slow_worker_is_replaced_by_a_ready_standby():
-    world = running()
-    orders = world.say(judged(world))
-    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w2"
-    assert orders[2].seats[2].worker == "n0.w4"
-    (fault,) = world.events("fault_detected")
-    assert (fault["category"], fault["action"], fault["rank"]) == (STRAGGLER, "replace", 2)
-    assert not world.events("device_unusable"), "the node has no devices"
-    world.recover()
-    assert world.state.phase == RUNNING and sidecar.status_values(world.state)["stragglers"] == {}
-
-
-@pytest.mark.parametrize(
-    ("how", "changes"),
-    [
-        ({"factor": 2.5}, {}),
-        ({"standbys": 0}, {}),
-        ({}, {"epoch": -1}),
-        ({}, {"worker": "n0.w3"}),
-        ({"hot_swap": False}, {}),
-    ],
-    ids=["below the factor", "no standby", "another epoch", "another worker's rank", "no hot-swap"],
-)
-def test_who_is_not_replaced(how, changes):
-    world = running(**how)
-    assert world.say(judged(world, **changes)) == []
-    assert world.state.phase == RUNNING and not world.events("fault_detected")
-
-
-def test_a_standby_that_could_only_have_the_slow_device_does_not_help():
-    world = running(devices=4)
-    assert world.say(judged(world)) == []
-    assert "no standby with another device is ready" in world.reasons
-    world = running(devices=5)
-    orders = world.say(judged(world))
-    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[2].seats[2].local_rank == 4
-    assert [event["device"] for event in world.events("device_unusable")] == [2]
-
-
-def test_one_at_a_time_and_then_none_for_many_steps():
-    world = running(standbys=2)
-    both = judged(world), judged(world, rank=1)
-    world.say(both[0])
-    assert world.say(both[1]) == []
-    world.recover()
-    world.ready("n0.w5")
-    early, late = (judged(world, rank=1, step=50 + PAUSE_STEPS + offset) for offset in (-1, 0))
-    assert world.say(early) == []
-    assert "Open" in kinds(world.say(late))
 
 
 def test_a_new_control_plane_knows_of_an_eviction_from_the_journal(tmp_path):
@@ -111,15 +27,12 @@ def test_a_new_control_plane_knows_of_an_eviction_from_the_journal(tmp_path):
     world.journal = Journal(tmp_path / "journal.jsonl", world.options)
     world.run()
     world.say(m.Observed("layout", {"evict_stragglers": 1.5}))
-    report = judged(world)
+    report = m.PaceJudged(world.worker(2), 0, 2, 50, True, 2.0, 0.2, 0.1, COMPUTE, WINDOW)
     assert m.decode(m.encode(report)) == report
     world.say(report)
     world.journal.close()
     known = recall(tmp_path / "journal.jsonl").state
     assert known.seats == world.state.seats and known.epoch == 1 and known.evicted_at == 50
-
-
-# --- the book ---------------------------------------------------------------------------------------------------------
 
 
 def blocks(world: World, number: int, slow: dict[int, float], role=lambda rank: "stage 0", part: str = COMPUTE):
@@ -144,7 +57,7 @@ def taken(world: World, book: PaceBook, slow, count: int = 5, **how) -> list[m.P
 
 
 def test_the_book_names_who_works_longer_and_not_who_waits(tmp_path):
-    world = running(factor=None)
+    world = World().run()
     book = PaceBook(tmp_path / metrics.STEP_TIMES)
     (found,) = taken(world, book, {2: 0.02}, count=4, part=DATA)
     assert (found.rank, found.worker, found.cause, found.is_late) == (2, "n0.w2", DATA, True)
@@ -154,14 +67,15 @@ def test_the_book_names_who_works_longer_and_not_who_waits(tmp_path):
 
 
 def test_ranks_of_different_stages_are_not_compared(tmp_path):
-    world = running(factor=None)
+    world = World().run()
     book = PaceBook(tmp_path / metrics.STEP_TIMES)
     assert taken(world, book, {0: 0.05, 1: 0.05}, role=lambda rank: f"stage {rank // 2}") == []
     assert taken(world, PaceBook(tmp_path / "other"), {0: 0.05}, role=lambda rank: f"stage {rank}") == []
 
 
 def test_a_straggler_is_reported_again_when_it_can_be_replaced(tmp_path):
-    world = running(factor=1.1, standbys=0)
+    world = World(standbys=0).run()
+    world.say(m.Observed("layout", {"evict_stragglers": 1.1}))
     book = PaceBook(tmp_path / metrics.STEP_TIMES)
     (found,) = taken(world, book, {2: 0.02}, count=4)
     assert world.say(found) == []
@@ -172,7 +86,7 @@ def test_a_straggler_is_reported_again_when_it_can_be_replaced(tmp_path):
 
 
 def test_reports_of_an_old_epoch_or_of_somebody_without_the_seat_count_for_nothing(tmp_path):
-    world = running(factor=None)
+    world = World().run()
     book = PaceBook(tmp_path / metrics.STEP_TIMES)
     strange = [replace(report, worker="n9.w9") for report in blocks(world, 0, {})]
     strange += [replace(report, epoch=7) for report in blocks(world, 0, {})]
@@ -182,7 +96,7 @@ def test_reports_of_an_old_epoch_or_of_somebody_without_the_seat_count_for_nothi
 
 
 def test_the_file_stays_small_and_the_report_shows_it(tmp_path):
-    world = running(factor=None)
+    world = World().run()
     book = PaceBook(tmp_path / metrics.STEP_TIMES)
     for number in range(3000):
         for report in blocks(world, number, {2: 0.03}):

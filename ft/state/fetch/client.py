@@ -14,11 +14,12 @@ import torch
 
 from ft.base import bounded_json
 from ft.base.errors import FallbackError, RecoverableError
+from ft.net.framed import Mark
 from ft.net.streams import TcpNetwork
 from ft.state.fetch import shares
 from ft.state.fetch.memory import FlatState
 from ft.state.fetch.shares import Piece
-from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, Source, Wanted
+from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, Source
 
 
 class Refused(RecoverableError):
@@ -37,15 +38,8 @@ _LOOK_S = 0.05
 _NOT_NEEDED = "not needed any more"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits for single operations of a fetch.
-
-    Attributes:
-        stall_s: maximum seconds that a source may take for a connection, an answer, or a block of 1 MiB.
-    """
-
-    stall_s: float = 5.0
+STALL_S = 5.0
+"""Maximum seconds that a source may take for a connection, an answer, or a block of 1 MiB."""
 
 
 class Crew:
@@ -54,7 +48,7 @@ class Crew:
     Args:
         sources: addresses; duplicates are dropped.
         token: token of the run.
-        limits: limits for single operations.
+        stall_s: maximum seconds for one operation of a source (:data:`STALL_S`).
         until: time.monotonic() at which the work is ended if it is not done.
         cancel: event that ends the work when it is set.
         has_begun: event that is set when :meth:`begins_at` was called for every source.
@@ -69,7 +63,7 @@ class Crew:
         self,
         sources: Sequence[str],
         token: str,
-        limits: Limits,
+        stall_s: float,
         until: float,
         cancel: threading.Event | None,
         has_begun: threading.Event | None = None,
@@ -77,8 +71,8 @@ class Crew:
         self.addresses = list(dict.fromkeys(sources))
         self.changed = threading.Condition(threading.RLock())
         self.is_over = False
-        self._until, self._stall_s, self._cancel = until, limits.stall_s, cancel
-        patience = min(limits.stall_s, max(0.001, until - time.monotonic()))
+        self._until, self._stall_s, self._cancel = until, stall_s, cancel
+        patience = min(stall_s, max(0.001, until - time.monotonic()))
         self._sources = [Source(TcpNetwork(""), address, token, patience) for address in self.addresses]
         self._ended: dict[str, Exception | None] = {}
         self._at: set[str] = set()
@@ -158,9 +152,8 @@ class Crew:
             if now > self._until:
                 return "the time is up"
             for source in self._sources:
-                stalled = stalled_s(now, source.since, self._stall_s)
-                if stalled:
-                    source.cut(f"has sent nothing for {stalled:.1f} s")
+                if (since := source.since) is not None and now - since > self._stall_s:
+                    source.cut(f"has sent nothing for {now - since:.1f} s")
 
     def _all_ended(self) -> bool:
         return len(self._ended) == len(self._sources)
@@ -173,17 +166,6 @@ class Crew:
         for source, thread in zip(self._sources, threads, strict=True):
             if source.is_connected():
                 thread.join()
-
-
-def stalled_s(now: float, since: float | None, limit_s: float) -> float:
-    """Return the seconds without progress of a source if they exceed the limit, otherwise 0.
-
-    Args:
-        now: monotonic time in seconds.
-        since: time of the last progress, None while no progress is expected.
-        limit_s: longest time without progress.
-    """
-    return 0.0 if since is None or now - since <= limit_s else now - since
 
 
 def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> Exception:
@@ -284,8 +266,8 @@ def fetch(
     into: Mapping[str, torch.Tensor],
     limit_s: float,
     *,
-    rank: int | None = None,
-    limits: Limits | None = None,
+    rank: int = -1,
+    stall_s: float = STALL_S,
     cancel: threading.Event | None = None,
     has_begun: threading.Event | None = None,
 ) -> Fetched:
@@ -299,8 +281,8 @@ def fetch(
         into: destination tensors by name, contiguous; written in place. If this function raises, they hold a mixture of
             old and new bytes.
         limit_s: time limit of the whole fetch, in seconds.
-        rank: if given, sources that serve another logical rank are abandoned.
-        limits: limits for single operations.
+        rank: sources that serve another logical rank are abandoned; -1: none is.
+        stall_s: maximum seconds for one operation of a source.
         cancel: event that ends the fetch when it is set.
         has_begun: event that this function sets once every source has either failed or registered this fetch. A source
             waits for registered fetches, within a time limit, before it changes its state.
@@ -311,8 +293,8 @@ def fetch(
         UserError: a tensor of ``into`` is not contiguous, or of an unknown type.
     """
     began = time.monotonic()
-    memory, wanted = FlatState(into), Wanted(step, lineage, rank)
-    crew = Crew(sources, token, limits or Limits(), began + limit_s, cancel, has_begun)
+    memory, wanted = FlatState(into), Mark(rank, step, lineage)
+    crew = Crew(sources, token, stall_s, began + limit_s, cancel, has_begun)
     task = _Distribution(memory.table.nbytes, crew)
 
     def work(source: Source) -> None:
@@ -321,7 +303,10 @@ def fetch(
             crew.begins_at(source.address)
             with crew.changed:
                 task.envelope = task.envelope or envelope
-            while (piece := _idle(source, task)) is not None:
+            while True:
+                source.since = None  # no progress is expected while it waits for other sources
+                if (piece := task.take(source.address)) is None:
+                    return
                 _receive(source, piece, memory)
                 task.done(source.address)
         finally:
@@ -339,7 +324,6 @@ def fetch_envelope(
     lineage: int,
     limit_s: float,
     *,
-    limits: Limits | None = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Fetch the envelope of the end of ``step`` from the source that answers first.
@@ -352,26 +336,20 @@ def fetch_envelope(
         step: step whose final envelope is fetched.
         lineage: number of the quorum in which the step was committed.
         limit_s: time limit in seconds.
-        limits: limits for single operations.
         cancel: event that ends the fetch when it is set.
 
     Raises:
         Refused: as for :func:`fetch`.
         BadState: as for :func:`fetch`.
     """
-    crew = Crew(sources, token, limits or Limits(), time.monotonic() + limit_s, cancel)
-    wanted, found = Wanted(step, lineage), []
+    crew = Crew(sources, token, STALL_S, time.monotonic() + limit_s, cancel)
+    found: list[bytes] = []
 
     def work(source: Source) -> None:
-        found.append(source.envelope(wanted))
+        found.append(source.envelope(Mark(-1, step, lineage)))
 
     crew.run(work, lambda: bool(found), f"the envelope of step {step}, lineage {lineage}")
     return _content(found[0])
-
-
-def _idle(source: Source, task: _Distribution) -> Piece | None:
-    source.since = None  # no progress is expected while it waits for other sources
-    return task.take(source.address)
 
 
 def _receive(source: Source, piece: Piece, memory: FlatState) -> None:

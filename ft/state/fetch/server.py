@@ -15,7 +15,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ft.state import device as devices
 from ft.state.fetch.memory import FlatState, table_of
 from ft.state.layout import Table
 from ft.state.transfer.moving import Withdrawn
-from ft.state.transfer.server import Held, Holder, NotHeld, Server, Visit
+from ft.state.transfer.server import Held, Holder, NotHeld, Visit, serve
 
 Tensors = Mapping[str, torch.Tensor]
 ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]
@@ -74,56 +73,21 @@ def _copy(tensors: Tensors, marks: Mapping[torch.device, torch.Event], is_over: 
     return host
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """The JSON values that belong to a state.
-
-    Attributes:
-        mark: step and lineage of the state.
-        content: the values, encoded as JSON.
-    """
-
-    mark: Mark
-    content: bytes
-
-    @classmethod
-    def of(cls, step: int, lineage: int, content: Mapping[str, Any]) -> "Envelope":
-        return cls(Mark(-1, step, lineage), json.dumps(content, separators=(",", ":")).encode())
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A fetch that was ended by a withdrawal.
-
-    Attributes:
-        peer: address of the fetching rank.
-        sent: number of bytes that had been sent.
-        nbytes: size of the whole state in bytes.
-    """
-
-    peer: str
-    sent: int
-    nbytes: int
-
-
 class Offer(Held):
     """The state of one step, from its offer to its withdrawal. Thread-safe.
 
     Args:
-        envelope: JSON values that accompany the tensors.
+        mark: which state it is.
+        whose: logical rank and replica whose state it is, in words.
+        envelope: JSON values that accompany the tensors, encoded.
         table: layout of the tensors.
         tensors: the live tensors.
         to_host: function that copies the tensors to host memory; called once, at the first read.
-        replica: number of the replica whose state it is.
-        rank: logical rank whose state it is.
     """
 
-    def __init__(
-        self, envelope: Envelope, table: Table, tensors: Tensors, to_host: ToHost, replica: int = 0, rank: int = 0
-    ):
-        self.mark, self.table = envelope.mark._replace(rank=rank), table
-        self.whose = f"logical rank {rank} of replica {replica}"
-        self.envelope, self.envelope_check = envelope.content, checksum(envelope.content)
+    def __init__(self, mark: Mark, whose: str, envelope: bytes, table: Table, tensors: Tensors, to_host: ToHost):
+        self.mark, self.whose, self.table = mark, whose, table
+        self.envelope, self.envelope_check = envelope, checksum(envelope)
         self._tensors, self._to_host = tensors, to_host
         self._memory: FlatState | None = None
         self._filling = threading.Lock()
@@ -141,7 +105,7 @@ class Offer(Held):
         with self._changed:
             if self._closing:
                 raise NotHeld(self._withdrawn())
-            visit = Visit(peer)
+            visit = super().visit(peer)
             self._visits.add(visit)
             return visit
 
@@ -178,7 +142,7 @@ class Offer(Held):
                 self._reading.remove(channel)
                 self._changed.notify_all()
 
-    def withdraw(self, wait_s: float) -> list[Cut]:
+    def withdraw(self, wait_s: float) -> list[Visit]:
         """Accept no new fetches, wait up to ``wait_s`` seconds for those under way, and cut off the rest.
 
         Returns:
@@ -189,7 +153,7 @@ class Offer(Held):
             self._closing = True
             self._changed.wait_for(lambda: not self._visits, timeout=max(0.0, deadline - time.monotonic()))
             self._closed = True
-            cut = [Cut(visit.peer, visit.sent, self.table.nbytes) for visit in self._visits]
+            cut = list(self._visits)
             for channel in self._reading:
                 channel.shutdown()
             self._changed.wait_for(lambda: not self._reading)
@@ -211,39 +175,6 @@ class Offer(Held):
         return f"the state of step {self.mark.step}, lineage {self.mark.epoch} was withdrawn"
 
 
-class Shelf(Holder):
-    """The data that a state server can send: the offered state, if there is one, and the newest envelope.
-
-    Reading the two attributes is safe in any thread.
-
-    Attributes:
-        offer: the offered state; it stays here until its withdrawal is complete.
-        words: the newest envelope.
-    """
-
-    def __init__(self):
-        self.offer: Offer | None = None
-        self.words: Envelope | None = None
-
-    def find(self, mark: Mark, section: str) -> Offer:
-        offer = self.offer
-        if offer is None or offer.mark[1:] != mark[1:]:
-            raise self._not_held("state", mark, "on offer", offer)
-        return offer
-
-    def envelope(self, mark: Mark) -> bytes:
-        words = self.words
-        if words is None or words.mark[1:] != mark[1:]:
-            raise self._not_held("envelope", mark, "held", words)
-        return words.content
-
-    def _not_held(self, what: str, mark: Mark, where: str, held: Offer | Envelope | None) -> NotHeld:
-        newest = self.words
-        other = "none" if held is None else f"that of step {held.mark.step}, lineage {held.mark.epoch}"
-        reason = f"asked for the {what} of step {mark.step}, lineage {mark.epoch}; {where}: {other}"
-        return NotHeld(reason, later=newest is None or newest.mark.step < mark.step)
-
-
 IDLE_S = 60.0
 """Maximum seconds between two requests of an authenticated peer, which also fetches from other replicas meanwhile."""
 BLOCK_S = 10.0
@@ -251,8 +182,10 @@ BLOCK_S = 10.0
 _ANYWHERE = ("", "0.0.0.0", "::", "*")
 
 
-class StateServer:
+class StateServer(Holder):
     """Serves the state of one rank, on the interface with the address ``host`` only.
+
+    It gives out the offered state, if there is one, and the newest envelope.
 
     Args:
         host: name or IPv4 address at which the ranks of other replicas reach this rank.
@@ -273,19 +206,27 @@ class StateServer:
                 f"the state cannot be served on every interface (host {host!r})",
                 "give the address that other replicas reach this node at",
             )
-        self._shelf, self._replica, self._rank = Shelf(), replica, rank
+        self._rank, self._whose = rank, f"logical rank {rank} of replica {replica}"
         self._known: tuple[dict[str, torch.Tensor], Table] | None = None
-        limits = {"patience_s": BLOCK_S, "idle_s": IDLE_S}
+        # Threads of connections read both, which are replaced as a whole.
+        self._offer: Offer | None = None  # stays here until its withdrawal is complete
+        self._words: tuple[Mark, bytes] | None = None
         try:
-            self._server = Server(
-                TcpNetwork(host), token, self._shelf, name="ft-fetch-serve", is_background=True, **limits
+            self._listener = serve(
+                TcpNetwork(host),
+                token,
+                self,
+                patience_s=BLOCK_S,
+                idle_s=IDLE_S,
+                name="ft-fetch-serve",
+                is_background=True,
             )
         except OSError as error:
             raise UserError(
                 f"the state cannot be served on {host!r}: {error.strerror or error}",
                 "give an address of this node that other replicas reach it at",
             ) from error
-        self.address = self._server.address
+        self.address = self._listener.address
 
     def offer(self, step: int, lineage: int, tensors: Mapping[str, torch.Tensor], envelope: Mapping[str, Any]) -> None:
         """Serve the state of the end of ``step`` from now on, in place of the previous offer.
@@ -301,11 +242,11 @@ class StateServer:
         """
         self.withdraw()
         table = self._table(tensors)
-        words = Envelope.of(step, lineage, envelope)
-        self._shelf.offer = Offer(words, table, dict(tensors), prepare(tensors), self._replica, self._rank)
-        self._shelf.words = words
+        mark, content = Mark(self._rank, step, lineage), _encoded(envelope)
+        self._offer = Offer(mark, self._whose, content, table, dict(tensors), prepare(tensors))
+        self._words = mark, content
 
-    def withdraw(self, wait_s: float = 0.0) -> list[Cut]:
+    def withdraw(self, wait_s: float = 0.0) -> list[Visit]:
         """End the offer: the tensors may change once this has returned.
 
         Args:
@@ -314,11 +255,10 @@ class StateServer:
         Returns:
             The fetches that were cut off.
         """
-        offer = self._shelf.offer
-        if offer is None:
+        if self._offer is None:
             return []
-        cut = offer.withdraw(wait_s)
-        self._shelf.offer = None
+        cut = self._offer.withdraw(wait_s)
+        self._offer = None
         return cut
 
     def envelope(self, step: int, lineage: int, envelope: Mapping[str, Any]) -> None:
@@ -329,17 +269,35 @@ class StateServer:
             lineage: number of the quorum in which the step was committed.
             envelope: the values.
         """
-        self._shelf.words = Envelope.of(step, lineage, envelope)
+        self._words = Mark(self._rank, step, lineage), _encoded(envelope)
 
     def under_way(self) -> int:
         """Return the number of fetches that have begun and not ended."""
-        offer = self._shelf.offer
+        offer = self._offer
         return 0 if offer is None else offer.under_way()
+
+    def find(self, mark: Mark, section: str) -> Offer:
+        offer = self._offer
+        if offer is None or offer.mark[1:] != mark[1:]:
+            raise self._not_held("state", mark, "on offer", None if offer is None else offer.mark)
+        return offer
+
+    def envelope_of(self, mark: Mark) -> bytes:
+        held, content = self._words or (None, b"")
+        if held is None or held[1:] != mark[1:]:
+            raise self._not_held("envelope", mark, "held", held)
+        return content
+
+    def _not_held(self, what: str, mark: Mark, where: str, held: Mark | None) -> NotHeld:
+        newest = self._words
+        other = "none" if held is None else f"that of step {held.step}, lineage {held.epoch}"
+        reason = f"asked for the {what} of step {mark.step}, lineage {mark.epoch}; {where}: {other}"
+        return NotHeld(reason, later=newest is None or newest[0].step < mark.step)
 
     def close(self) -> None:
         """Withdraw the offer and end all threads and connections."""
         self.withdraw()
-        self._server.close()
+        self._listener.close()
 
     def _table(self, tensors: Mapping[str, torch.Tensor]) -> Table:
         """Return the layout of ``tensors``, from a cache if they are the same objects as at the last call."""
@@ -347,3 +305,7 @@ class StateServer:
         if known is None or known[0].keys() != tensors.keys() or any(known[0][n] is not t for n, t in tensors.items()):
             self._known = known = dict(tensors), table_of(tensors)
         return known[1]
+
+
+def _encoded(envelope: Mapping[str, Any]) -> bytes:
+    return json.dumps(envelope, separators=(",", ":")).encode()

@@ -59,16 +59,17 @@ def place(
     if k < 1 or len(each) == 1:
         return {rank: ring[rank] for rank in sorted(ring)}
     wanted = {rank: list(before[rank]) if before.get(rank) else ring[rank] for rank in ring}
+    placing = _Placing(domains, k, wanted, bool(before))
     holders: Holders = {}
-    unplaced, known = [], _Known()
+    unplaced = []
     for group in groups:
-        found = _within(list(group), domains, k, wanted, known, bool(before))
+        found = placing.within(list(group))
         if found is None:
             unplaced.append(list(group))
         else:
             holders |= found
     if unplaced:
-        holders |= _across(unplaced, domains, k, wanted, holders, bool(before))
+        holders |= placing.across(unplaced, holders)
     return {rank: holders[rank] for rank in sorted(holders)}
 
 
@@ -100,248 +101,199 @@ def _ring(group: Sequence[int], k: int, world: int) -> Holders:
     return {rank: [group[(at + distance) % size] for distance in distances] for at, rank in enumerate(group)}
 
 
-def are_apart(ranks: Sequence[int], domains: Mapping[int, Domains]) -> bool:
+def _are_apart(ranks: Sequence[int], domains: Mapping[int, Domains]) -> bool:
     """Return whether no two of these ranks are in one failure domain."""
     return all(domains[a].isdisjoint(domains[b]) for i, a in enumerate(ranks) for b in ranks[i + 1 :])
 
 
-class _Known:
-    """Cache of placements by the shape of a group (``_shape``), because most groups have the same shape.
+class _Placing:
+    """One placement of all groups.
 
-    Attributes:
-        found: shape of a group -> its placement by positions in the group, None if there is none.
-        pairs: number of (owner, holder) pairs in all integer programs so far.
-    """
-
-    def __init__(self):
-        self.found: dict[tuple, Holders | None] = {}
-        self.pairs = 0
-
-
-def _within(
-    group: list[int], domains: Mapping[int, Domains], k: int, wanted: Holders, known: _Known, moves: bool
-) -> Holders | None:
-    """Return a placement within one data-parallel group that meets goals 1 to 3, None if no such placement was found.
+    Most groups have the same shape, so that placements within a group are kept by the shape (``_shape``): as positions
+    in the group, None if there is no placement.
 
     Args:
-        group: ranks of the group.
-        domains: failure domains of each rank.
-        k: number of copies.
-        wanted: preferred holders of each rank.
-        known: cache of placements.
-        moves: whether copies exist already, so that valid copies should stay in place.
-    """
-    if len(group) <= k or _is_crowded(group, domains, k):
-        return None
-    if _is_fine(group, domains, k, {rank: wanted[rank] for rank in group}):
-        return {rank: list(wanted[rank]) for rank in group}
-    pairs = len(group) * (len(group) - 1)
-    if pairs <= _MOST_PAIRS:
-        shape = _shape(group, domains, wanted)
-        if shape in known.found or known.pairs + pairs <= _MOST_PAIRS * _MOST_PROGRAMS:
-            if shape not in known.found:
-                known.pairs += pairs
-                known.found[shape] = _solved(group, domains, k, wanted)
-            found = known.found[shape]
-            return found and {group[i]: [group[j] for j in held] for i, held in found.items()}
-    if moves:
-        kept = _keep(group, domains, k, wanted, dict.fromkeys(group, 0), dict.fromkeys(group, 0))
-        if kept is not None:
-            return {owner: _in_order(held, wanted[owner]) for owner, held in kept.items()}
-    turned, shared = rotate(group, domains, k)
-    return None if shared else turned
-
-
-def _solved(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Holders) -> Holders | None:
-    """Return the best placement within the group by the integer program, with positions in the group for ranks."""
-    place_of = {rank: i for i, rank in enumerate(group)}
-    pairs = {(a, b): float(b not in wanted[a]) for a in group for b in group if a != b}
-    found = solve_strictly(Request(domains, pairs, dict.fromkeys(group, k)), k)
-    return found and {
-        place_of[rank]: [place_of[holder] for holder in _in_order(held, wanted[rank])] for rank, held in found.items()
-    }
-
-
-def _is_crowded(group: list[int], domains: Mapping[int, Domains], k: int) -> bool:
-    """Return whether one domain has too many ranks of the group for a placement within the group.
-
-    With even shares, the domain's ``n`` ranks hold ``k n`` copies. All of them belong to owners outside the domain, and
-    each of these owners may have only one copy in the domain. So the group needs at least ``k n`` ranks outside it.
-    """
-    counts = Counter(domain for rank in group for domain in domains[rank])
-    return max(counts.values()) * (k + 1) > len(group)
-
-
-def _shape(group: list[int], domains: Mapping[int, Domains], wanted: Holders) -> tuple:
-    """Return a key for the cache: the group's assignment problem, with ranks and domains replaced by numbers."""
-    place_of = {rank: i for i, rank in enumerate(group)}
-    names: dict[tuple[str, str], int] = {}
-    rows = []
-    for rank in group:
-        numbers = [names.setdefault(domain, len(names)) for domain in sorted(domains[rank])]
-        rows.append((tuple(numbers), tuple(place_of.get(holder, -1) for holder in wanted[rank])))
-    return tuple(rows)
-
-
-def _is_fine(owners: Sequence[int], domains: Mapping[int, Domains], k: int, holders: Holders) -> bool:
-    """Return whether every owner has ``k`` holders among the owners, in separate domains, each with ``k`` copies."""
-    load = dict.fromkeys(owners, 0)
-    for owner in owners:
-        held = holders[owner]
-        if len(held) != k or not all(holder in load for holder in held) or not are_apart([owner, *held], domains):
-            return False
-        for holder in held:
-            load[holder] += 1
-    return all(count <= k for count in load.values())
-
-
-def _across(
-    groups: list[list[int]], domains: Mapping[int, Domains], k: int, wanted: Holders, placed: Holders, moves: bool
-) -> Holders:
-    """Choose holders among all ranks of the run, for groups that have no valid placement within themselves.
-
-    Args:
-        groups: these groups.
         domains: failure domains of each rank of the run.
         k: number of copies.
         wanted: preferred holders of each rank.
-        placed: holders of the ranks of all other groups.
         moves: whether copies exist already, so that valid copies should stay in place.
     """
-    group_of = {rank: i for i, group in enumerate(groups) for rank in group}
-    owners = sorted(group_of)
-    load = dict.fromkeys(domains, 0)
-    for held in placed.values():
-        for holder in held:
-            load[holder] += 1
-    is_small = len(owners) * len(domains) <= _MOST_PAIRS
-    found = None
-    if is_small or moves:
-        found = _keep(owners, domains, k, wanted, load, group_of)
-    if found is None and is_small:
-        everyone = sorted(domains)
-        pairs = [(a, b) for a in owners for b in everyone if a != b]
-        request = Request(domains, _costs(pairs, wanted, group_of, k), dict.fromkeys(owners, k), load)
-        found = solve_strictly(request, k) or solve_best(request, k)
-    if found is None:
-        found = _turned(groups, owners, domains, k)
-    return {owner: _in_order(held, wanted[owner]) for owner, held in found.items()}
 
+    def __init__(self, domains: Mapping[int, Domains], k: int, wanted: Holders, moves: bool):
+        self._domains, self._k, self._wanted, self._moves = domains, k, wanted, moves
+        self._by_shape: dict[tuple, Holders | None] = {}
+        self._pairs = 0  # number of (owner, holder) pairs in all integer programs for single groups so far
 
-def _turned(groups: list[list[int]], owners: list[int], domains: Mapping[int, Domains], k: int) -> Holders:
-    """Return the rotation with the fewest shared domains.
+    def within(self, group: list[int]) -> Holders | None:
+        """Return a placement within one data-parallel group that meets goals 1 to 3, None if none was found."""
+        domains, k, wanted = self._domains, self._k, self._wanted
+        if len(group) <= k or self._is_crowded(group):
+            return None
+        if self._is_fine(group):
+            return {rank: list(wanted[rank]) for rank in group}
+        pairs = len(group) * (len(group) - 1)
+        if pairs <= _MOST_PAIRS:
+            shape = self._shape(group)
+            if shape in self._by_shape or self._pairs + pairs <= _MOST_PAIRS * _MOST_PROGRAMS:
+                if shape not in self._by_shape:
+                    self._pairs += pairs
+                    self._by_shape[shape] = self._solved(group)
+                found = self._by_shape[shape]
+                return found and {group[i]: [group[j] for j in held] for i, held in found.items()}
+        if self._moves:
+            kept = self._keep(group, dict.fromkeys(group, 0), dict.fromkeys(group, 0))
+            if kept is not None:
+                return {owner: _in_order(held, wanted[owner]) for owner, held in kept.items()}
+        turned, shared = rotate(group, domains, k)
+        return None if shared else turned
 
-    Ranks of other groups, which are placed already, hold further copies only if that reduces the shared domains.
-    """
-    found, shared = rotate(owners, domains, k) if len(owners) > k else ({}, math.inf)
-    if not shared:
-        return rotate_with_peers(groups, domains, k) or found
-    others, less = rotate(sorted(domains), domains, k, owners) if len(owners) < len(domains) else ({}, math.inf)
-    return others if less < shared else found
+    def across(self, groups: list[list[int]], placed: Holders) -> Holders:
+        """Choose holders among all ranks of the run, for groups that have no valid placement within themselves.
 
-
-def _costs(
-    pairs: Sequence[tuple[int, int]], wanted: Holders, group_of: Mapping[int, int], k: int
-) -> dict[tuple[int, int], float]:
-    """Return the cost of each (owner, holder) pair: high for holders outside the owner's group, low for moving a copy.
-
-    Args:
-        pairs: the pairs.
-        wanted: preferred holders of each owner.
-        group_of: data-parallel group of each owner.
-        k: number of copies.
-    """
-    foreign = 1.0 + k * len(group_of)
-    costs = {}
-    for owner, holder in pairs:
-        is_peer = group_of.get(holder) == group_of[owner]
-        costs[owner, holder] = float(holder not in wanted[owner]) + (0.0 if is_peer else foreign)
-    return costs
-
-
-def _keep(
-    owners: list[int],
-    domains: Mapping[int, Domains],
-    k: int,
-    wanted: Holders,
-    load: Mapping[int, int],
-    group_of: Mapping[int, int],
-) -> Holders | None:
-    """Keep all valid assignments and assign only the rest, so that as few copies as possible move.
-
-    If the remaining owners find no holders with capacity, copies of some other owners may move too. Return None if this
-    fails too.
-
-    Args:
-        owners: ranks to find holders for.
-        domains: failure domains of each rank.
-        k: number of copies.
-        wanted: preferred holders of each owner.
-        load: number of copies that each possible holder has from other owners.
-        group_of: group of each owner.
-    """
-    load, kept = dict(load), {}
-    for owner in owners:
-        kept[owner] = []
-        for holder in wanted[owner]:
-            if load.get(holder, k) < k and are_apart([owner, *kept[owner], holder], domains):
-                kept[owner].append(holder)
+        ``placed`` are the holders of the ranks of all other groups.
+        """
+        domains, k, wanted = self._domains, self._k, self._wanted
+        group_of = {rank: i for i, group in enumerate(groups) for rank in group}
+        owners = sorted(group_of)
+        load = dict.fromkeys(domains, 0)
+        for held in placed.values():
+            for holder in held:
                 load[holder] += 1
-    short = [owner for owner in owners if len(kept[owner]) < k]
-    found = _fill(short, domains, k, kept, load, wanted, group_of)
-    if len(owners) * len(load) <= _MOST_PAIRS:  # few enough for the integer program to reassign all of them
-        return found
-    free = sum(count < k for count in load.values())
-    most = (math.isqrt(_MOST_PAIRS) - max(len(short), free)) // k
-    for more in sorted(min(count, most) for count in (_FEW, most) if found is None and most > 0):
-        found = _fill(_released(owners, more, kept, load, k, short), domains, k, kept, load, wanted, group_of)
-        if found is not None:
-            break
-    return found
+        is_small = len(owners) * len(domains) <= _MOST_PAIRS
+        found = None
+        if is_small or self._moves:
+            found = self._keep(owners, load, group_of)
+        if found is None and is_small:
+            everyone = sorted(domains)
+            pairs = [(a, b) for a in owners for b in everyone if a != b]
+            request = Request(domains, self._costs(pairs, group_of), dict.fromkeys(owners, k), load)
+            found = solve_strictly(request, k) or solve_best(request, k)
+        if found is None:
+            found = self._turned(groups, owners)
+        return {owner: _in_order(held, wanted[owner]) for owner, held in found.items()}
 
+    def _is_crowded(self, group: list[int]) -> bool:
+        """Return whether one domain has too many ranks of the group for a placement within the group.
 
-def _released(owners: list[int], more: int, kept: Holders, load: dict[int, int], k: int, short: list[int]) -> list[int]:
-    """Return ``short`` and some ``more`` owners, spread evenly, with their holders released for reassignment."""
-    for owner in owners[:: -(-len(owners) // more)]:
-        if len(kept[owner]) == k:
-            for holder in kept[owner]:
-                load[holder] -= 1
+        With even shares, the domain's ``n`` ranks hold ``k n`` copies. All of them belong to owners outside the domain,
+        and each of these owners may have only one copy in the domain. So the group needs at least ``k n`` ranks outside
+        it.
+        """
+        counts = Counter(domain for rank in group for domain in self._domains[rank])
+        return max(counts.values()) * (self._k + 1) > len(group)
+
+    def _is_fine(self, group: list[int]) -> bool:
+        """Return whether every owner's wanted holders are ``k`` of the group, in separate domains, each ``k`` times."""
+        load = dict.fromkeys(group, 0)
+        for owner in group:
+            held = self._wanted[owner]
+            if len(held) != self._k or not all(holder in load for holder in held):
+                return False
+            if not _are_apart([owner, *held], self._domains):
+                return False
+            for holder in held:
+                load[holder] += 1
+        return all(count <= self._k for count in load.values())
+
+    def _shape(self, group: list[int]) -> tuple:
+        """Return the group's assignment problem, with ranks and domains replaced by numbers."""
+        place_of = {rank: i for i, rank in enumerate(group)}
+        names: dict[tuple[str, str], int] = {}
+        rows = []
+        for rank in group:
+            numbers = [names.setdefault(domain, len(names)) for domain in sorted(self._domains[rank])]
+            rows.append((tuple(numbers), tuple(place_of.get(holder, -1) for holder in self._wanted[rank])))
+        return tuple(rows)
+
+    def _solved(self, group: list[int]) -> Holders | None:
+        """Return the best placement within the group by the integer program, as positions in the group."""
+        k, wanted = self._k, self._wanted
+        place_of = {rank: i for i, rank in enumerate(group)}
+        pairs = {(a, b): float(b not in wanted[a]) for a in group for b in group if a != b}
+        found = solve_strictly(Request(self._domains, pairs, dict.fromkeys(group, k)), k)
+        return found and {
+            place_of[rank]: [place_of[holder] for holder in _in_order(held, wanted[rank])]
+            for rank, held in found.items()
+        }
+
+    def _turned(self, groups: list[list[int]], owners: list[int]) -> Holders:
+        """Return the rotation with the fewest shared domains.
+
+        Ranks of other groups, which are placed already, hold further copies only if that reduces the shared domains.
+        """
+        domains, k = self._domains, self._k
+        found, shared = rotate(owners, domains, k) if len(owners) > k else ({}, math.inf)
+        if not shared:
+            return rotate_with_peers(groups, domains, k) or found
+        others, less = rotate(sorted(domains), domains, k, owners) if len(owners) < len(domains) else ({}, math.inf)
+        return others if less < shared else found
+
+    def _costs(self, pairs: Sequence[tuple[int, int]], group_of: Mapping[int, int]) -> dict[tuple[int, int], float]:
+        """Return the cost of each (owner, holder) pair: high for a holder outside the owner's group, low for a move."""
+        foreign = 1.0 + self._k * len(group_of)
+        costs = {}
+        for owner, holder in pairs:
+            is_peer = group_of.get(holder) == group_of[owner]
+            costs[owner, holder] = float(holder not in self._wanted[owner]) + (0.0 if is_peer else foreign)
+        return costs
+
+    def _keep(self, owners: list[int], load: Mapping[int, int], group_of: Mapping[int, int]) -> Holders | None:
+        """Keep all valid assignments and assign only the rest, so that as few copies as possible move.
+
+        If the remaining owners find no holders with capacity, copies of some other owners may move too. Return None if
+        this fails too.
+
+        Args:
+            owners: ranks to find holders for.
+            load: number of copies that each possible holder has from other owners.
+            group_of: group of each owner.
+        """
+        k = self._k
+        load, kept = dict(load), {}
+        for owner in owners:
             kept[owner] = []
-            short.append(owner)
-    return short
+            for holder in self._wanted[owner]:
+                if load.get(holder, k) < k and _are_apart([owner, *kept[owner], holder], self._domains):
+                    kept[owner].append(holder)
+                    load[holder] += 1
+        short = [owner for owner in owners if len(kept[owner]) < k]
+        found = self._fill(short, kept, load, group_of)
+        if len(owners) * len(load) <= _MOST_PAIRS:  # few enough for the integer program to reassign all of them
+            return found
+        free = sum(count < k for count in load.values())
+        most = (math.isqrt(_MOST_PAIRS) - max(len(short), free)) // k
+        for more in sorted(min(count, most) for count in (_FEW, most) if found is None and most > 0):
+            self._release(owners, more, kept, load, short)
+            found = self._fill(short, kept, load, group_of)
+            if found is not None:
+                break
+        return found
 
+    def _release(self, owners: list[int], more: int, kept: Holders, load: dict[int, int], short: list[int]) -> None:
+        """Release the holders of some ``more`` owners, spread evenly, and append these owners to ``short``."""
+        for owner in owners[:: -(-len(owners) // more)]:
+            if len(kept[owner]) == self._k:
+                for holder in kept[owner]:
+                    load[holder] -= 1
+                kept[owner] = []
+                short.append(owner)
 
-def _fill(
-    short: Sequence[int],
-    domains: Mapping[int, Domains],
-    k: int,
-    kept: Holders,
-    load: Mapping[int, int],
-    wanted: Holders,
-    group_of: Mapping[int, int],
-) -> Holders | None:
-    """Complete ``kept`` to ``k`` holders for each owner in ``short``, and return the holders of all owners.
+    def _fill(
+        self, short: Sequence[int], kept: Holders, load: Mapping[int, int], group_of: Mapping[int, int]
+    ) -> Holders | None:
+        """Complete ``kept`` to ``k`` holders for each owner in ``short``, and return the holders of all owners.
 
-    Return None if the ranks with capacity are not enough, or if the problem is too large.
-
-    Args:
-        short: owners with fewer than ``k`` holders.
-        domains: failure domains of each rank.
-        k: number of copies.
-        kept: holders that owners have already.
-        load: number of copies that each possible holder has.
-        wanted: preferred holders of each owner.
-        group_of: group of each owner.
-    """
-    if not short:
-        return kept
-    free = [holder for holder, count in load.items() if count < k]
-    if len(short) * len(free) > _MOST_PAIRS:
-        return None
-    need = {owner: k - len(kept[owner]) for owner in short}
-    pairs = [(a, b) for a in short for b in sorted(free) if a != b and b not in kept[a]]
-    found = solve_strictly(Request(domains, _costs(pairs, wanted, group_of, k), need, load, kept), k)
-    return found and {owner: kept[owner] + found.get(owner, []) for owner in kept}
+        Return None if the ranks with capacity, by ``load``, are not enough, or if the problem is too large.
+        """
+        if not short:
+            return kept
+        free = [holder for holder, count in load.items() if count < self._k]
+        if len(short) * len(free) > _MOST_PAIRS:
+            return None
+        need = {owner: self._k - len(kept[owner]) for owner in short}
+        pairs = [(a, b) for a in short for b in sorted(free) if a != b and b not in kept[a]]
+        found = solve_strictly(Request(self._domains, self._costs(pairs, group_of), need, load, kept), self._k)
+        return found and {owner: kept[owner] + found.get(owner, []) for owner in kept}
 
 
 def _in_order(holders: list[int], before: list[int]) -> list[int]:

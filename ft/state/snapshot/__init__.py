@@ -8,17 +8,7 @@ store     the interface for the training loop: take, wait, restore
 transport moves copies between workers, over byte streams (TCP or MPI)
 """
 
-from importlib import import_module
+from ft.state.snapshot.store import Snapshots, TakeStats
+from ft.state.snapshot.transport import SnapshotServer
 
-_PUBLIC = {
-    "SnapshotServer": "ft.state.snapshot.transport",
-    "Snapshots": "ft.state.snapshot.store",
-    "TakeStats": "ft.state.snapshot.store",
-}
-
-
-def __getattr__(name: str):
-    """Import a public name on first use, so that importing this package does not import torch."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'ft.state.snapshot' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+__all__ = ["SnapshotServer", "Snapshots", "TakeStats"]

@@ -95,7 +95,9 @@ class Capture:
             self._find()
         envelope = {
             "layout": self._layout,
-            "groups": [[optimizers.numbers(group) for group in part.optimizer.param_groups] for part in self._parts],
+            "groups": [
+                [optimizers.numbers(group) for group in optimizers.groups(part.optimizer)] for part in self._parts
+            ],
             "counters": {name: holder[key] for name, (holder, key) in self._counters.items()},
             "scalers": [optimizers.scaler_state(part) for part in self._parts],
             "scheduler": None if self._scheduler is None else optimizers.numbers(self._scheduler.state_dict()),
@@ -119,7 +121,7 @@ class Capture:
                 "start all workers with the same flags",
             )
         for part, groups, scaler in zip(self._parts, envelope["groups"], envelope["scalers"], strict=True):
-            for group, numbers in zip(part.optimizer.param_groups, groups, strict=True):
+            for group, numbers in zip(optimizers.groups(part.optimizer), groups, strict=True):
                 optimizers.set_numbers(group, numbers)
             optimizers.set_scaler(part, scaler)
         for name, value in envelope["counters"].items():
@@ -173,7 +175,7 @@ class Capture:
         extra = self.adopt(envelope)
         for part, groups in zip(self._parts, envelope["groups"], strict=True):
             sharded = isinstance(part, DistributedOptimizer)
-            for group, given in zip(part.optimizer.param_groups, groups, strict=True):
+            for group, given in zip(optimizers.groups(part.optimizer), groups, strict=True):
                 optimizers.set_numbers(group, {k: v for k, v in given.items() if not (sharded and k == "step")})
         with torch.no_grad():
             for name, tensor in self.unsharded().items():
@@ -210,10 +212,11 @@ class Capture:
         return [
             value.data_ptr()
             for part in self._parts
-            for group in part.optimizer.param_groups
+            for holder in optimizers.holders(part.optimizer)
+            for group in holder.param_groups
             for parameter in group["params"]
             if parameter is not None
-            for value in (parameter, *part.optimizer.state.get(parameter, {}).values())
+            for value in (parameter, *holder.state.get(parameter, {}).values())
             if isinstance(value, torch.Tensor)
         ]
 

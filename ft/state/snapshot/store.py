@@ -23,7 +23,6 @@ from ft.state.snapshot.buffers import Part, Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
 from ft.state.snapshot.state import OWNED, REPLICATED, RankState, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
-from ft.state.transfer.pull import Wanted
 from ft.state.transfer.push import Cancelled, Outgoing, PeerLost
 
 
@@ -457,9 +456,9 @@ class Snapshots:
         others = self._replicas if owner is None else self._holders
         holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self.rank]
         for holder in holders:
-            wanted = Wanted(step, rank=holder if owner is None else owner, section=section)
+            wanted = Mark(holder if owner is None else owner, step)
             try:
-                return holder, self._transport.fetch(holder, wanted, epoch, slot.parts[section])
+                return holder, self._transport.fetch(holder, wanted, section, epoch, slot.parts[section])
             except (FallbackError, PeerLost) as error:
                 problems.append(str(error))
         raise FallbackError(

@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
@@ -13,7 +12,7 @@ from ft.state.layout import BadTable, Table
 from ft.state.transfer.moving import Gone, Memory, receive_range
 from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS
 
-__all__ = ["Bad", "Damaged", "Gone", "Lost", "Silent", "Source", "Wanted"]
+__all__ = ["Bad", "Damaged", "Gone", "Lost", "Silent", "Source"]
 
 _PERIOD_S = 0.02
 
@@ -32,30 +31,6 @@ class Bad(Exception):
 
 class Damaged(Bad):
     """A chunk does not match its checksum."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The state to pull.
-
-    Attributes:
-        step: the state is that at the end of this committed step.
-        epoch: epoch or lineage (number of the quorum) in which the step was committed; None: any.
-        rank: logical rank whose state it is; None: any.
-        section: section of the state, if the source has several.
-    """
-
-    step: int
-    epoch: int | None = None
-    rank: int | None = None
-    section: str = ""
-
-    @property
-    def mark(self) -> Mark:
-        return Mark(-1 if self.rank is None else self.rank, self.step, -1 if self.epoch is None else self.epoch)
-
-    def is_met_by(self, mark: Mark) -> bool:
-        return all(wanted in (-1, given) for wanted, given in zip(self.mark, mark, strict=True))
 
 
 class Source:
@@ -95,22 +70,23 @@ class Source:
             channel.dial(self._token, PURPOSE, self._patience)
             self.since = time.monotonic()
 
-    def state(self, wanted: Wanted, table: Table) -> bytes:
+    def state(self, wanted: Mark, table: Table, section: str = "") -> bytes:
         """Wait until the source holds the wanted state, and return its envelope if its tensors match ``table``.
 
-        If the source can, it keeps its state for this connection from then on.
+        If the source can, it keeps its state for this connection from then on. ``section`` is that of the state to
+        receive, if the source has several.
         """
         with self._failures():
-            answer = self._when_held(ASK, wanted)
+            answer = self._when_held(ASK, wanted, section)
             theirs, envelope = answer.bodies
             if theirs != table.encoded:
                 raise Bad(f"has other tensors than this rank: {Table.decode(theirs).difference(table)}")
-            if not wanted.is_met_by(answer.mark):
-                raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted.mark}")
+            if not all(asked in (-1, given) for asked, given in zip(wanted, answer.mark, strict=True)):
+                raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted}")
             self._mark = answer.mark
             return _sound(answer, envelope)
 
-    def envelope(self, wanted: Wanted) -> bytes:
+    def envelope(self, wanted: Mark) -> bytes:
         """Return the envelope alone."""
         with self._failures():
             answer = self._when_held(WORDS, wanted)
@@ -152,12 +128,12 @@ class Source:
     def _progress(self) -> None:
         self.since = time.monotonic()
 
-    def _when_held(self, kind: bytes, wanted: Wanted) -> Message:
+    def _when_held(self, kind: bytes, wanted: Mark, section: str = "") -> Message:
         """Return the answer to a request; repeat it while the source has not reached the step yet."""
         until = time.monotonic() + self._patience
         while True:
             self.since = time.monotonic()
-            self._channel.send(kind, wanted.mark, {"section": wanted.section})
+            self._channel.send(kind, wanted, {"section": section})
             answer = self._channel.receive()
             if answer.kind == STATE:
                 return answer

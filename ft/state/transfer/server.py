@@ -49,10 +49,12 @@ class Visit:
 
     Attributes:
         peer: address of the pulling process.
+        nbytes: size of the whole state in bytes.
         sent: number of bytes sent so far.
     """
 
     peer: str
+    nbytes: int
     sent: int = 0
 
 
@@ -83,7 +85,7 @@ class Held(ABC):
 
     def visit(self, peer: str) -> Visit:
         """Register a pull by the process at address ``peer``. Raises NotHeld if no new pull is accepted."""
-        return Visit(peer)
+        return Visit(peer, self.table.nbytes)
 
     def leave(self, visit: Visit) -> None:
         """Note that a pull has ended."""
@@ -111,7 +113,7 @@ class Holder:
         """Return the section of a state. Raises NotHeld if it is not held."""
         raise NotHeld("no states are given out here")
 
-    def envelope(self, mark: Mark) -> bytes:
+    def envelope_of(self, mark: Mark) -> bytes:
         """Return the envelope of a state. Raises NotHeld if it is not held."""
         raise NotHeld("no envelopes are given out here")
 
@@ -120,8 +122,17 @@ class Holder:
         raise Refused("no copies are taken here")
 
 
-class Server:
-    """Listens and serves until :meth:`close`.
+def serve(
+    network: Network,
+    token: str,
+    holder: Holder,
+    *,
+    patience_s: float,
+    idle_s: float = 0.0,
+    name: str,
+    is_background: bool = False,
+) -> Listener:
+    """Listen and serve until the listener is closed.
 
     Args:
         network: network at whose address to listen.
@@ -132,35 +143,22 @@ class Server:
         name: name of the threads.
         is_background: whether serving has a lower scheduling priority than training.
 
-    Attributes:
-        address: address of the server, in the format of its network.
+    Raises:
+        OSError: the network cannot listen at this address.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        token: str,
-        holder: Holder,
-        *,
-        patience_s: float,
-        idle_s: float = 0.0,
-        name: str,
-        is_background: bool = False,
-    ):
-        self._holder, self._patience_s, self._idle_s = holder, patience_s, idle_s
-        self._door = Listener(network, token, PURPOSE, self._serve, name=name, is_background=is_background)
-        self.address, self.close = self._door.address, self._door.close
-
-    def _serve(self, channel: FramedChannel, peer: str) -> None:
-        desk = _Desk(self._holder, channel, peer)
+    def answer_all(channel: FramedChannel, peer: str) -> None:
+        desk = _Desk(holder, channel, peer)
         try:
             while True:
-                channel.be_patient(self._idle_s)
+                channel.be_patient(idle_s)
                 request = channel.receive()
-                channel.be_patient(self._patience_s)
+                channel.be_patient(patience_s)
                 desk.answer(request)
         finally:
             desk.leave()
+
+    return Listener(network, token, PURPOSE, answer_all, name=name, is_background=is_background)
 
 
 class _Desk:
@@ -193,7 +191,7 @@ class _Desk:
         self._channel.send(STATE, held.mark, words, held.table.encoded, held.envelope)
 
     def _send_words(self, request: Message) -> None:
-        envelope = self._holder.envelope(request.mark)
+        envelope = self._holder.envelope_of(request.mark)
         self._channel.send(STATE, request.mark, {"envelope_check": checksum(envelope)}, envelope)
 
     def _send_range(self, request: Message) -> None:

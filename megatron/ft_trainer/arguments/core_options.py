@@ -196,6 +196,8 @@ class SpeltOtherwise:
 
     initial_loss_scale: float = 2**32
 
+    optimizer_offload_fraction: float = 1.0
+
     # process groups
     use_tp_pp_dp_mapping: bool = False
     """Order ranks TP, CP, EP, PP, DP; not TP, CP, EP, DP, PP."""
@@ -242,9 +244,8 @@ WITHOUT_FLAG = frozenset(
         *("soap_precondition_frequency", "soap_use_kl_shampoo", "adaptive_muon_moment2_method"),
         *("adaptive_muon_beta2", "adaptive_muon_eps"),
         *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
-        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
-        *("pin_cpu_params", "optimizer_offload_fraction", "min_offloaded_tensor_size"),
-        *("experimental_attention_variant", "is_hybrid_model"),
+        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv"),
+        *("min_offloaded_tensor_size", "experimental_attention_variant", "is_hybrid_model"),
     )
 )
 """Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""
