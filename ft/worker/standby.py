@@ -141,11 +141,12 @@ class Memory:
         self._libc: Any = None
         self._block = self._size = self._touched = 0
         self._spare: Spare | None = None
+        self._is_enough = False
 
     @property
     def is_wanted(self) -> bool:
         """Return whether memory is wanted that is not there yet."""
-        return self._touched < self._size or (self._spare is not None and self._spare.touched < self._spare.nbytes)
+        return self._lacking() > 0
 
     def want(self, order: Reserve) -> str:
         """Begin to keep the memory of ``order`` ready, if the node can spare twice as much; say what is done."""
@@ -162,8 +163,10 @@ class Memory:
         return f"kept ready for a logical rank: {_mib(order.heap)} of heap, {_mib(order.snapshot)} for a snapshot"
 
     def touch(self) -> None:
-        """Touch the next piece."""
-        if self._touched < self._size:
+        """Touch the next piece, unless others have taken the node's memory meanwhile; then no more is wanted."""
+        if self._available() < 2 * self._lacking():
+            self._size, self._is_enough = self._touched, True
+        elif self._touched < self._size:
             length = min(_PIECE, self._size - self._touched)
             ctypes.memset(self._block + self._touched, 0, length)
             self._touched += length
@@ -184,6 +187,11 @@ class Memory:
             for parameter, value in _USUAL.items():
                 self._libc.mallopt(parameter, value)
             self._libc = None
+
+    def _lacking(self) -> int:
+        """Return the bytes that are wanted and not touched yet."""
+        spare = 0 if self._spare is None or self._is_enough else self._spare.nbytes - self._spare.touched
+        return self._size - self._touched + spare
 
     def _begin_heap(self, nbytes: int) -> None:
         libc = ctypes.CDLL(None)

@@ -78,6 +78,16 @@ def test_memory_is_kept_ready_only_where_there_is_twice_as_much():
     assert some and enough == "kept ready for a logical rank: 0 MiB of heap, 240 MiB for a snapshot"
 
 
+def test_touching_ends_when_others_have_taken_the_memory():
+    left = [8 * SNAPSHOT, 8 * SNAPSHOT, 8 * SNAPSHOT, MIB]
+    memory = Memory(lambda: left.pop(0))
+    memory.want(m.Reserve(0, SNAPSHOT))
+    while memory.is_wanted:
+        memory.touch()
+    spare = memory.take()
+    assert not left and spare.touched == 32 * MIB < spare.nbytes
+
+
 def test_a_second_order_and_one_of_nothing_change_nothing():
     memory = Memory(lambda: 1 << 40)
     assert memory.want(m.Reserve(0, 0)) == "" and not memory.is_wanted and memory.take() is None
