@@ -369,11 +369,11 @@ class Session(protocol.Member):
 
     def _on_step(self, is_usual: bool) -> None:
         if self.groups is not None:
-            self.groups.begins_a_step(is_usual)
+            self.groups.history.begins(is_usual)
 
     def _on_interruption(self) -> None:
         if self.groups is not None:
-            self.groups.is_interrupted()
+            self.groups.history.is_unusual()
 
     def _on_look(self, order: Look) -> None:
         if self.rank < 0:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.net.store import StoreConnection
 from ft.platform import sockets
@@ -72,7 +72,7 @@ class Builder:
 
     def __init__(self, prefix: str, connection: StoreConnection):
         self._connection = connection
-        self._store = dist.PrefixStore(prefix, connection)
+        self._store = c10d.PrefixStore(prefix, connection)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._watch: sockets.Watch | None = None
@@ -138,7 +138,7 @@ class Builder:
 
     def _do(self, job: Job) -> None:
         self._watch = self._watch or sockets.Watch()
-        store = dist.PrefixStore(job.name, self._store)
+        store = c10d.PrefixStore(job.name, self._store)
         connection = job.connector.connect(store, self._watch, lambda: self.cancelled)
         with self._changed:
             if self.cancelled:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import EpochClosed, FtError
 from ft.faults.hang.look import Departure, Operation, operation_name
@@ -40,7 +41,7 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
-from ft.state.groups.history import Entry
+from ft.state.groups.history import Entry, History
 from ft.state.groups.seam import BACKEND, take_over
 from ft.state.groups.state import EpochState
 from ft.state.groups.work import GroupWork, Message, Opaque
@@ -83,7 +84,7 @@ class Groups:
         device_backend: str,
         state: EpochState,
         connection: StoreConnection,
-        store: dist.Store,
+        store: c10d.Store,
         limits: Timeouts,
     ):
         self._rendezvous, self._device_backend, self._state = rendezvous, device_backend, state
@@ -137,7 +138,7 @@ class Groups:
         if device_backend == "nccl":
             prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
-        default_store = dist.PrefixStore(f"{prefix}/default", default)
+        default_store = c10d.PrefixStore(f"{prefix}/default", default)
         groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store, limits)
         if not alone:
             groups._builder = Builder(prefix, groups._connection)
@@ -151,7 +152,8 @@ class Groups:
         )
         world = dist.distributed_c10d._world
         # Programs query the default group's backend and pass its name to ``new_group``: report the device's backend.
-        world.pg_map[world.default_pg] = (dist.Backend(device_backend), world.pg_map[world.default_pg][1])
+        if (default_group := world.default_pg) is not None:
+            world.pg_map[default_group] = (dist.Backend(device_backend), world.pg_map[default_group][1])
         return groups
 
     # --- making groups, called by torch -------------------------------------------------------------------------------
@@ -195,14 +197,14 @@ class Groups:
                 self.await_connection(group, "cpu")
         return group
 
-    def make_default(self, options) -> Group:
+    def make_default(self, options: Any) -> Group | None:
         """Create the default group. ``options``: torch's description of it (size, rank, timeout and name)."""
         self._default_rank = options.group_rank
         return self.new_group(range(options.group_size), options.timeout, options.group_id, "default_pg")
 
-    def store_of(self, group: Group) -> dist.Store:
+    def store_of(self, group: Group) -> c10d.Store:
         """Return the part of the store whose keys belong to ``group``."""
-        return dist.PrefixStore(f"{group.group_name}/", self._store)
+        return c10d.PrefixStore(f"{group.group_name}/", self._store)
 
     def forget(self, group: Group) -> None:
         """Remove a group that is being destroyed. With the last group, cancel the builder."""
@@ -245,12 +247,18 @@ class Groups:
         device_type = device_type or next(iter(group.connectors))
         job = Job(f"{group.group_name}/{device_type}", group.connectors[device_type], group.attach)
         self._pending[group.group_name, device_type] = job
-        return self._builder.submit(job)
+        return self._building.submit(job)
+
+    @property
+    def _building(self) -> Builder:
+        if self._builder is None:
+            raise FtError("no group is connected before the first rebuild")
+        return self._builder
 
     def _wait(self, group: Group, job: Job) -> None:
         self._state.begins_to_wait(group.group_name)
         try:
-            self._builder.wait(job)
+            self._building.wait(job)
         except Cancelled:
             raise EpochClosed(*(self._state.closed or (self._state.epoch, "the groups were destroyed"))) from None
         except RuntimeError as error:
@@ -379,16 +387,10 @@ class Groups:
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
-    def begins_a_step(self, is_usual: bool = True) -> None:
-        """Record that the next operations belong to a new training step.
-
-        ``is_usual``: whether those since the last call were a whole training step (``History.begins``).
-        """
-        self._state.history.begins(is_usual)
-
-    def is_interrupted(self) -> None:
-        """Record that the next operations belong to something that most training steps do not contain."""
-        self._state.history.is_unusual()
+    @property
+    def history(self) -> History:
+        """Return the record of training's operations, which is told when a step begins."""
+        return self._state.history
 
     def look(self, threads: Collection[str] = ()) -> GroupsLook:
         """Return what is known of the operations of training. Safe from any thread.

@@ -36,6 +36,9 @@ _FEW = 12
 Holders = dict[int, list[int]]
 """Owner's logical rank -> logical ranks of its holders."""
 
+Shape = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""For each rank of a group: the numbers of its domains, and the positions of its preferred holders."""
+
 
 def place(
     where: Mapping[int, Mapping[str, str]],
@@ -61,13 +64,13 @@ def place(
     wanted = {rank: list(before[rank]) if before.get(rank) else ring[rank] for rank in ring}
     placing = _Placing(domains, k, wanted, bool(before))
     holders: Holders = {}
-    unplaced = []
+    unplaced: list[list[int]] = []
     for group in groups:
-        found = placing.within(list(group))
-        if found is None:
+        within = placing.within(list(group))
+        if within is None:
             unplaced.append(list(group))
         else:
-            holders |= found
+            holders |= within
     if unplaced:
         holders |= placing.across(unplaced, holders)
     return {rank: holders[rank] for rank in sorted(holders)}
@@ -121,7 +124,7 @@ class _Placing:
 
     def __init__(self, domains: Mapping[int, Domains], k: int, wanted: Holders, moves: bool):
         self._domains, self._k, self._wanted, self._moves = domains, k, wanted, moves
-        self._by_shape: dict[tuple, Holders | None] = {}
+        self._by_shape: dict[Shape, Holders | None] = {}
         self._pairs = 0  # number of (owner, holder) pairs in all integer programs for single groups so far
 
     def within(self, group: list[int]) -> Holders | None:
@@ -195,7 +198,7 @@ class _Placing:
                 load[holder] += 1
         return all(count <= self._k for count in load.values())
 
-    def _shape(self, group: list[int]) -> tuple:
+    def _shape(self, group: list[int]) -> Shape:
         """Return the group's assignment problem, with ranks and domains replaced by numbers."""
         place_of = {rank: i for i, rank in enumerate(group)}
         names: dict[tuple[str, str], int] = {}
@@ -249,7 +252,7 @@ class _Placing:
             group_of: group of each owner.
         """
         k = self._k
-        load, kept = dict(load), {}
+        load, kept = dict(load), Holders()
         for owner in owners:
             kept[owner] = []
             for holder in self._wanted[owner]:

@@ -54,7 +54,7 @@ def _all(copies: int) -> str:
 
 def _worst_of_all(holders: Holders, where: Where) -> dict[int, tuple[str, str, int]]:
     """Return :func:`_worst` for every owner with its holders. Equal sets of domains are computed only once."""
-    number: dict[tuple, int] = {}
+    number: dict[tuple[tuple[str, str], ...], int] = {}
     place_of = {rank: number.setdefault(tuple(kinds.items()), len(number)) for rank, kinds in where.items()}
     known: dict[tuple[int, ...], tuple[str, str, int]] = {}
     found = {}

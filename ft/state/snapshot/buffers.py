@@ -27,7 +27,7 @@ from ft.base.errors import FallbackError, UserError
 from ft.job.messages import SNAPSHOT_MEMORY
 from ft.net.framed import checksum
 from ft.state import device as devices
-from ft.state.layout import CHUNK, Table, chunk_count
+from ft.state.layout import CHUNK, Memory, Table, chunk_count
 
 
 class Status(Enum):
@@ -59,7 +59,7 @@ class _Memory(mmap.mmap):
             ) from error
         self._locked += ((address, device),)
 
-    def __del__(self):
+    def __del__(self) -> None:
         for address, device in self._locked:
             with contextlib.suppress(Exception):  # the interpreter is ending, so CUDA may have ended
                 devices.enter(device)
@@ -120,7 +120,7 @@ class Spare:
         self.memory[self.touched : stop] = bytes(stop - self.touched)
         self.touched = stop
 
-    def __del__(self):
+    def __del__(self) -> None:
         if hasattr(self, "fd"):
             os.close(self.fd)
 
@@ -181,7 +181,7 @@ class SlotFile:
         """Say that the file has no complete snapshot."""
         self._head[: _HEAD.size] = bytes(_HEAD.size)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "fd", None) is not None:
             os.close(self.fd)
 
@@ -251,10 +251,10 @@ class HostBuffer:
         self.is_pinned = True
 
 
-class Part:
+class Part(Memory):
     """One section of a snapshot in memory: the tensors that no other rank has, or those that peers have too.
 
-    It is a :class:`ft.state.transfer.moving.Memory`, whose bytes are always in place.
+    Its bytes are always in place.
 
     Attributes:
         table: layout of the tensors.
@@ -357,7 +357,7 @@ class Slot:
         if self.file is not None and status is not Status.COMPLETE:
             self.file.withdraw()
         self.status = status
-        if self.file is not None and status is Status.COMPLETE:
+        if self.file is not None and self.owner is not None and status is Status.COMPLETE:
             sections = {name: (part.table.encoded, part.checksums) for name, part in self.parts.items()}
             self.file.publish(Label(self.owner, self.step, self.epoch, self.meta, self.meta_checksum, sections))
 
@@ -367,10 +367,10 @@ class Slot:
 
         The tensors are not verified here, but by :meth:`damage`. The object closes ``fd``.
         """
-        label, tables = read_label(fd), {}
+        label, tables = read_label(fd), dict[str, Table]()
         with contextlib.suppress(FallbackError):
             tables = {name: Table.decode(table) for name, (table, _) in label.sections.items()} if label else {}
-        if not tables or os.fstat(fd).st_size < _PLACE:
+        if label is None or not tables or os.fstat(fd).st_size < _PLACE:
             os.close(fd)
             return None
         file = SlotFile({name: table.nbytes for name, table in tables.items()}, fd)

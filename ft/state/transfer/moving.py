@@ -9,40 +9,14 @@ The state is laid out as one contiguous run of bytes (:class:`ft.state.layout.Ta
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from ft.net.framed import BadFrame, Bytes, FramedChannel, Mark
-from ft.state.layout import CHUNK, Table
+from ft.state.layout import CHUNK, Memory
 
 CHUNK_KIND, DONE, GONE = b"CHNK", b"DONE", b"GONE"
 
-Disturb = Callable[[int, int, list], list[list]]
+Disturb = Callable[[int, int, list[Bytes]], list[list[Bytes]]]
 """Function (index of a chunk, number of chunks, pieces of its frame) -> frames to send instead, for fault injection."""
-
-
-class Memory(Protocol):
-    """The bytes of a state in memory.
-
-    Attributes:
-        table: layout of the tensors.
-    """
-
-    table: Table
-
-    def whole(self, start: int, stop: int) -> memoryview | None:
-        """Return the bytes [start, stop) in place; None if they are not one contiguous range of host memory."""
-
-    def gather(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copy the bytes [start, stop) to ``scratch``, which has that length."""
-
-    def scatter(self, start: int, stop: int, scratch: memoryview) -> None:
-        """Copy ``scratch`` to the bytes [start, stop)."""
-
-    def checksum(self, start: int, chunk: memoryview) -> int:
-        """Return the checksum of ``chunk``, the bytes from ``start`` on."""
-
-    def note(self, start: int, check: int) -> None:
-        """Take note of the checksum of the chunk that was received at ``start``."""
 
 
 class Withdrawn(Exception):

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
 from ft.net.listener import Listener
 from ft.net.streams import Network
-from ft.state.layout import Table
-from ft.state.transfer.moving import Memory, receive_range, send_range
+from ft.state.layout import Memory, Table
+from ft.state.transfer.moving import receive_range, send_range
 
 PURPOSE = "ft-transfer-1"
 ASK, RANGE, WORDS, STATE, NOT_HELD = b"ASK ", b"RANG", b"WORD", b"STAT", b"NONE"
@@ -92,7 +92,7 @@ class Held(ABC):
         return
 
 
-class Arrival(AbstractContextManager):
+class Arrival(AbstractContextManager["Arrival"]):
     """A pushed state that is being received; a context that drops it at its end if it was not committed.
 
     Attributes:

@@ -22,7 +22,7 @@ from ft.protection.contract import Layer
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
-from ft.state.groups.tree import Operation, Tree, tell
+from ft.state.groups.tree import Tree, tell
 from ft.state.snapshot import Snapshots
 from ft.state.snapshot.store import slowness
 from ft.systems.hot_swap.faults import Breakage
@@ -229,11 +229,11 @@ class RecoveryManager(Layer):
         session.groups.reopen(session.epoch)
         return seconds
 
-    def start_fence(self) -> Operation:
+    def start_fence(self) -> dist.Work:
         """Start an all-reduce over all ranks, and return its handle."""
         return self._fence_tree.start(self._fence_word, dist.ReduceOp.MAX)
 
-    async def wait_for_fence(self, fence: Operation) -> None:
+    async def wait_for_fence(self, fence: dist.Work) -> None:
         """Wait until all ranks have started the all-reduce."""
         fence.wait()
 
