@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
+from ft.base.options import Topic, default_of, field_docs, flag, spellings
 from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
-from megatron.ft_trainer.arguments.schema import default_of, field_docs, flag, spellings
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000
@@ -63,12 +63,8 @@ def stages(word: str) -> str:
 
 
 @dataclass
-class SpeltOtherwise:
-    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name.
-
-    Raises:
-        UserError: a value is impossible, or two values contradict each other.
-    """
+class SpeltOtherwise(Topic):
+    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name."""
 
     # the network
     group_query_attention: bool = False
@@ -211,10 +207,8 @@ class SpeltOtherwise:
     create_gloo_process_groups: bool = flag(True, off="--disable-gloo-process-groups")
     """Make gloo groups beside the NCCL ones."""
 
-    def __post_init__(self):
-        problems = list(_complete(self))
-        if problems:
-            raise UserError.of(problems)
+    def contradictions(self) -> Iterator[Problem]:
+        return _complete(self)
 
     def on_one_rank(self) -> "SpeltOtherwise":
         """Return the options of the same model on one rank, with nothing split or sharded."""
