@@ -21,7 +21,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from ft.base import events
 from ft.protection.contract import Layer, Protection, Trainer, Update
-from ft.protection.table import Entry, register
+from ft.protection.table import ProtectionEntry, register
 from ft.protection.training_state import TrainingState
 from ft.protection.undo import Undo
 
@@ -75,5 +75,7 @@ class SpikeLayer(Layer):
 
 
 if __name__ == "__main__":
-    register(Entry("spikes", "undoes a step that is an outlier", "none", "__main__:SkipSpikes", "this script"))
+    register(
+        ProtectionEntry("spikes", "undoes a step that is an outlier", "none", "__main__:SkipSpikes", "this script")
+    )
     sys.exit(pretrain_gpt.main(sys.argv[1:]))

@@ -108,7 +108,7 @@ _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
 
 
 @dataclass
-class Answer:
+class CheckResult:
     """The result of ``ft check`` for one launch line.
 
     Attributes:
@@ -152,7 +152,7 @@ class Answer:
         return {"accepted": self.accepted, **asdict(self)}
 
 
-def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
+def answer_for(script: Path, words: list[str], gpus: int | None) -> CheckResult:
     """Examine a launch line.
 
     Args:
@@ -169,7 +169,7 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     options, problems, doubtful = read([*defaults, *words], guesses=program == "trainer")
     pattern = _layer_pattern(words) if program == "checkout" else None
     problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]
-    answer = Answer(program)
+    answer = CheckResult(program)
     world = None if options is None else gpus or smallest_world(options)
     of_files: list[Problem] = []
     if program == "checkout":
@@ -251,7 +251,7 @@ def _described(finding: HookFinding) -> dict[str, str]:
     return {"file": hook.file, "symbol": hook.symbol, **found, "why": hook.why}
 
 
-def _describe(answer: Answer, options: Options, grid: Layout) -> None:
+def _describe(answer: CheckResult, options: Options, grid: Layout) -> None:
     """Fill in the sizes of ``answer``: layout, batch and memory."""
     answer.layout = {name: size for name, size in asdict(grid).items() if size is not None}
     t = options.training
@@ -280,7 +280,7 @@ _REPLICAS = {table.REPLICAS: 2, table.STACKS: 2}
 def _protections(
     options: Options, grid: Layout, of_checkout: tuple[Script, list[Problem]] | None
 ) -> list[dict[str, Any]]:
-    """Return for each protection whether it can be added to the line, as in ``Answer.protections``.
+    """Return for each protection whether it can be added to the line, as in ``CheckResult.protections``.
 
     Args:
         of_checkout: the script of a checkout and the problems of the checkout's files; None for this project's trainer.
@@ -298,7 +298,7 @@ def _protections(
     ]
 
 
-def _with(entry: table.Entry, options: Options, grid: Layout) -> list[Problem]:
+def _with(entry: table.ProtectionEntry, options: Options, grid: Layout) -> list[Problem]:
     """Return the problems of a line of this project's trainer with a protection added."""
     asked = copy.deepcopy(options)
     for name, value in _ENABLED_BY.get(entry.name, {}).items():
@@ -307,7 +307,7 @@ def _with(entry: table.Entry, options: Options, grid: Layout) -> list[Problem]:
     return examine(asked, grid.world_size, has_te=True, replicas=replicas, assumes_machine=True)[1]
 
 
-def _with_in_checkout(entry: table.Entry, script: Script, grid: Layout) -> list[Problem]:
+def _with_in_checkout(entry: table.ProtectionEntry, script: Script, grid: Layout) -> list[Problem]:
     """Return the problems of the flags of a checkout's trainer with a protection added, and no other protection."""
     flags = [
         word
@@ -377,7 +377,7 @@ def _gpus(given: argparse.Namespace) -> int | None:
     return (given.nnodes or 1) * (given.nproc_per_node or 1)
 
 
-def _text(answer: Answer) -> str:
+def _text(answer: CheckResult) -> str:
     lines = [_verdict(answer)]
     for number, entry in enumerate(answer.refused, 1):
         lines += [f"  {number}. {entry['reason']}", f"     fix: {entry['fix']}"]
@@ -401,7 +401,7 @@ def _text(answer: Answer) -> str:
     return "\n".join([*lines, *answer.notices])
 
 
-def _verdict(answer: Answer) -> str:
+def _verdict(answer: CheckResult) -> str:
     if answer.refused:
         return f"refused: {len(answer.refused)} problem(s)"
     if answer.missing:
@@ -409,7 +409,7 @@ def _verdict(answer: Answer) -> str:
     return "accepted" + (f" on machines that have: {', '.join(answer.needs)}" if answer.needs else "")
 
 
-def _networks(answer: Answer) -> list[str]:
+def _networks(answer: CheckResult) -> list[str]:
     """Return lines about what hot-swap sends from each GPU in a step, and how long that takes over this machine's
     interfaces.
     """
@@ -423,7 +423,7 @@ def _networks(answer: Answer) -> list[str]:
     return [*lines, "  if that is longer than a step, training waits: ft run --data-interface chooses the interface"]
 
 
-def _memory(answer: Answer) -> list[str]:
+def _memory(answer: CheckResult) -> list[str]:
     if answer.memory is None:
         return []
     lines = [f"memory per GPU, estimated ({answer.memory['assumes']}):"]

@@ -103,7 +103,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Message:
+class ReceivedMessage:
     """A received message.
 
     Attributes:
@@ -151,7 +151,7 @@ class Frames:
         kind, rank, step, epoch, offset, length, check = _HEAD.unpack(head)
         return Head(kind, Mark(rank, step, epoch), offset, length, check)
 
-    def read_message(self, head: Head, payload: bytes | bytearray) -> Message:
+    def read_message(self, head: Head, payload: bytes | bytearray) -> ReceivedMessage:
         """Return the message with this head. Raise BadFrame if ``payload`` is not what the other end has sent."""
         if self._check([payload]) != head.check:
             raise BadFrame("a message that does not fit its hash")
@@ -159,7 +159,7 @@ class Frames:
             words, bodies = _unpack(payload)
         except (ValueError, TypeError, struct.error, RecursionError) as error:
             raise BadFrame(f"a message that makes no sense: {error}") from error
-        return Message(head.kind, head.mark, words, bodies)
+        return ReceivedMessage(head.kind, head.mark, words, bodies)
 
     def _seal(self, head: bytes, is_from_dialer: bool, number: int) -> bytes:
         place = _NUMBER.pack(is_from_dialer, number)
@@ -250,7 +250,7 @@ class FramedChannel:
         except BlockingIOError as error:
             raise TimeoutError("the other end does not read") from error
 
-    def receive(self) -> Message:
+    def receive(self) -> ReceivedMessage:
         """Receive a message.
 
         Raises:
@@ -380,7 +380,7 @@ class Stream:
                     sent = self.socket.send(piece)
                 del self._out[:sent]
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[ReceivedMessage]:
         """Return the messages that have arrived, without waiting for more. Call it when the socket is readable.
 
         Raises:
@@ -397,7 +397,7 @@ class Stream:
             raise ConnectionError("it has closed the connection")
         self._in += piece
         frames = self._frames or self._admitted()
-        messages: list[Message] = []
+        messages: list[ReceivedMessage] = []
         while frames is not None and (message := self._next(frames)) is not None:
             messages.append(message)
         return messages
@@ -434,7 +434,7 @@ class Stream:
         self.flush()
         return self._frames
 
-    def _next(self, frames: Frames) -> Message | None:
+    def _next(self, frames: Frames) -> ReceivedMessage | None:
         if self._head is None:
             if len(self._in) < HEAD_BYTES:
                 return None

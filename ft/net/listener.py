@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ft.net.framed import BadFrame, FramedChannel, Message, Stream
+from ft.net.framed import BadFrame, FramedChannel, ReceivedMessage, Stream
 from ft.net.handshake import NotAMember, Refused
 from ft.net.streams import Network
 
@@ -190,13 +190,13 @@ class Acceptor:
         self._accepts_from = 0.0
         self._notes = _Notes(name)
 
-    def turn(self, wait_s: float | None) -> tuple[list[tuple[Stream, Message]], list[Stream]]:
+    def turn(self, wait_s: float | None) -> tuple[list[tuple[Stream, ReceivedMessage]], list[Stream]]:
         """Wait for messages for at most ``wait_s`` seconds (None: until there is one), and serve the connections.
 
         Returns:
             The messages that have arrived, each with its sender, and the members that are gone.
         """
-        messages: list[tuple[Stream, Message]] = []
+        messages: list[tuple[Stream, ReceivedMessage]] = []
         for key, mask in self._selector.select(self._patience(wait_s)):
             if key.fileobj is self._listener:
                 self._accept()
@@ -280,7 +280,7 @@ class Acceptor:
             self._accepts_from = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def _serve(self, peer: Stream, mask: int) -> list[Message]:
+    def _serve(self, peer: Stream, mask: int) -> list[ReceivedMessage]:
         messages = []
         try:
             if mask & selectors.EVENT_WRITE:

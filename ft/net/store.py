@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import FtError, UserError
 from ft.net.backoff import Backoff
-from ft.net.framed import BadFrame, FramedChannel, Mark, Message, Stream
+from ft.net.framed import BadFrame, FramedChannel, Mark, ReceivedMessage, Stream
 from ft.net.handshake import NotAMember, Refused
 from ft.net.listener import Acceptor
 from ft.platform import sockets
@@ -46,7 +46,7 @@ class _Request:
     """
 
     peer: Stream
-    message: Message
+    message: ReceivedMessage
     keys: list[str]
     waits_for: str | None = None
 
@@ -101,7 +101,7 @@ class StoreServer:
             self._give_up(time.monotonic())
         self._acceptor.close()
 
-    def _take(self, peer: Stream, message: Message) -> None:
+    def _take(self, peer: Stream, message: ReceivedMessage) -> None:
         try:
             request = _Request(peer, message, [str(key) for key in message.words["keys"]])
             wait_s = float(message.words.get("wait_s", 0.0))
@@ -137,7 +137,7 @@ class StoreServer:
                 return keys[0]
         return None
 
-    def _carry_out(self, message: Message, keys: list[str]) -> tuple[dict[str, Any], list[bytes]]:
+    def _carry_out(self, message: ReceivedMessage, keys: list[str]) -> tuple[dict[str, Any], list[bytes]]:
         """Carry out a request that need not wait, and return the words and the byte strings of the answer."""
         store, values = self._contents, message.bodies
         match message.kind:
@@ -321,7 +321,7 @@ class StoreConnection(c10d.Store):
         values: Sequence[bytes | str] = (),
         wait: timedelta = timedelta(0),
         **words: int,
-    ) -> Message:
+    ) -> ReceivedMessage:
         """Send a request and return the answer."""
         bodies = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         wait_s = wait.total_seconds()

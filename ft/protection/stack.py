@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ft.protection.contract import Asked, DataShare, Layer, ModelEnds, Protection, Trainer, Update
-from ft.protection.table import Entry, asked_for
+from ft.protection.table import ProtectionEntry, asked_for
 from ft.worker.session import Session
 from megatron.patches import instances
 
@@ -84,7 +84,7 @@ class Protections:
         outcome: returns how training has ended; see :meth:`ends_as`.
     """
 
-    def __init__(self, protections: Sequence[Protection] = (), entries: Sequence[Entry] = ()):
+    def __init__(self, protections: Sequence[Protection] = (), entries: Sequence[ProtectionEntry] = ()):
         self._protections, self.entries = tuple(protections), tuple(entries)
         self.features = frozenset[str]().union(*(each.features for each in self._protections))
         self.joins_run = any(each.joins_run for each in self._protections)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProtectionEntry:
     """One protection.
 
     Attributes:
@@ -94,8 +94,8 @@ HOT_SWAP, REPLICAS, STACKS = "hot-swap", "replicas", "stacked shards"
 STAGES, SWAPPED = "stage rebuild", "swapped ends"
 DOUBLE, PROFILE = "double execution", "profile"
 
-TABLE: list[Entry] = [
-    Entry(
+TABLE: list[ProtectionEntry] = [
+    ProtectionEntry(
         HOT_SWAP,
         "a standby replaces a dead worker and restores the state from peers' memory",
         "DEADPOOL",
@@ -104,7 +104,7 @@ TABLE: list[Entry] = [
         checks="ft.systems.hot_swap.flags",
         flags=("ft_hot_swap",),
     ),
-    Entry(
+    ProtectionEntry(
         REPLICAS,
         "when a replica fails, the other replicas continue training, and the failed one catches up later",
         "FT-HSDP",
@@ -113,7 +113,7 @@ TABLE: list[Entry] = [
         checks="ft.systems.hsdp.flags",
         variables=("FT_HSDP_REPLICA",),
     ),
-    Entry(
+    ProtectionEntry(
         STACKS,
         "the other groups compute the data of lost groups in the same step",
         "SPARe",
@@ -122,7 +122,7 @@ TABLE: list[Entry] = [
         variables=("FT_SPARE_REDUNDANCY",),
         needs=(REPLICAS,),
     ),
-    Entry(
+    ProtectionEntry(
         STAGES,
         "a pipeline stage that is lost with all its copies is rebuilt from its neighbours",
         "CheckFree",
@@ -132,7 +132,7 @@ TABLE: list[Entry] = [
         flags=("ft_checkfree", "ft_checkfree_plus"),
         needs=(HOT_SWAP,),
     ),
-    Entry(
+    ProtectionEntry(
         SWAPPED,
         "half of the microbatches pass the first two and the last two stages in swapped order, so that these can be "
         "rebuilt, too",
@@ -142,7 +142,7 @@ TABLE: list[Entry] = [
         flags=("ft_checkfree_plus",),
         needs=(STAGES,),
     ),
-    Entry(
+    ProtectionEntry(
         DOUBLE,
         "every operator is executed twice and the results are compared; after a mismatch the step is repeated",
         "SpareTrain",
@@ -151,7 +151,7 @@ TABLE: list[Entry] = [
         checks="ft.systems.dmr.flags",
         flags=("ft_dmr", "ft_dmr_plan"),
     ),
-    Entry(
+    ProtectionEntry(
         PROFILE,
         "a few steps are measured to plan double execution, and then the run ends",
         "SpareTrain",
@@ -263,17 +263,17 @@ MODES: list[Mode] = [
     ),
     Mode(_GRAPHS, _TWICE, _twice("replays kernels that nobody calls")),
 ]
-"""The modes of the trainer that some protections cannot protect. ``Entry.checks`` are for what depends on sizes and on
-combinations."""
+"""The modes of the trainer that some protections cannot protect. ``ProtectionEntry.checks`` are for what depends on
+sizes and on combinations."""
 
 
-def register(entry: Entry, *conflicts: Conflict) -> None:
+def register(entry: ProtectionEntry, *conflicts: Conflict) -> None:
     """Add a user-defined protection as the innermost layer. Call it before the trainer starts."""
     TABLE.append(entry)
     CONFLICTS.extend(conflicts)
 
 
-def asked_for(flags: Any, environment: Mapping[str, str]) -> list[Entry]:
+def asked_for(flags: Any, environment: Mapping[str, str]) -> list[ProtectionEntry]:
     """Return the protections that the run asks for, the outermost first."""
     return [entry for entry in TABLE if entry.is_asked(flags, environment)]
 
@@ -299,7 +299,7 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
             yield from import_module(entry.checks).check(options, grid, replicas)
 
 
-def refused_modes(core: Any, asked: Iterable[Entry]) -> Iterator[Problem]:
+def refused_modes(core: Any, asked: Iterable[ProtectionEntry]) -> Iterator[Problem]:
     """Yield (problem, fix) for each mode of the trainer that a protection cannot protect."""
     entries = list(asked)
     for mode in MODES:

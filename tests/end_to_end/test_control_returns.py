@@ -9,7 +9,7 @@ from control_world import World, kinds, only
 from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.control import history
-from ft.job.control.state import Recovery, Return
+from ft.job.control.state import RecoveryInProgress, Return
 
 STALL = verdict.of_stall("work", 12.0, 10.3)
 START = """
@@ -48,7 +48,9 @@ def stand_still(world, step=5):
 
 
 def recovery(*faults):
-    return Recovery(1.0, 0, "", verdicts=[found.reason for found in faults], in_vain=all(f.in_vain for f in faults))
+    return RecoveryInProgress(
+        1.0, 0, "", verdicts=[found.reason for found in faults], in_vain=all(f.in_vain for f in faults)
+    )
 
 
 def test_who_was_waited_for_in_vain_and_who_was_struck():

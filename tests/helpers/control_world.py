@@ -6,7 +6,7 @@ from dataclasses import replace
 from ft.job import messages as m
 from ft.job.control.channel import Posted
 from ft.job.control.controller import decide, next_deadline
-from ft.job.control.state import Options, State
+from ft.job.control.state import ControlOptions, ControlState
 from ft.job.control.timeouts import Timeouts
 from ft.net.codec import from_json, to_json
 
@@ -22,8 +22,8 @@ class World:
     """
 
     def __init__(self, world_size=4, nodes=1, standbys=1, standby_nodes=0, dp=True, devices=0, **options):
-        self.options = Options(nodes=nodes + standby_nodes, world_size=world_size, **options)
-        self.state = State.begin(self.options)
+        self.options = ControlOptions(nodes=nodes + standby_nodes, world_size=world_size, **options)
+        self.state = ControlState.begin(self.options)
         self.now, self.calls = 100.0, 0
         self.journal = None
         self.nodes, self.dp, self.devices = nodes, dp, devices
@@ -59,7 +59,7 @@ class World:
         is_news = report is not None and not isinstance(report, m.AgentBeat)
         self.calls += 1
         if is_news:
-            self.state = from_json(State, json.loads(json.dumps(to_json(self.state))))
+            self.state = from_json(ControlState, json.loads(json.dumps(to_json(self.state))))
         before = to_json(self.state) if self.calls % 20 == 0 else None
         decisions = decide(self.state, self.now, report)
         if report is None and not decisions and before:

@@ -9,7 +9,18 @@ from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 from ft.job.control import recovery
-from ft.job.control.recovery import MIDDLE, PLUS, Decision, Memory, Others, Restarts, Seats, Situation, Stages, decide
+from ft.job.control.recovery import (
+    MIDDLE,
+    PLUS,
+    Decision,
+    HostMemory,
+    Others,
+    Restarts,
+    Seats,
+    Situation,
+    Stages,
+    decide,
+)
 from ft.job.control.state import GridPosition
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Holdings
@@ -54,7 +65,7 @@ def situation(number: int) -> Situation:
     }
     checkfree = rng.choice(("", MIDDLE, PLUS, PLUS))
     rebuilt = {rng.randrange(pp): rng.choice(steps)} if steps and checkfree == MIDDLE and rng.random() < 0.2 else {}
-    memory = Memory(
+    memory = HostMemory(
         ranks,
         holdings,
         peers,

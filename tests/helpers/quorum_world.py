@@ -2,7 +2,7 @@
 
 from ft.job.quorum import Limits, Report, reactions
 from ft.job.quorum.decide import decide
-from ft.job.quorum.state import Options, State
+from ft.job.quorum.state import QuorumOptions, QuorumState
 
 
 class World:
@@ -10,9 +10,9 @@ class World:
 
     def __init__(self, replicas=3, term=0, now=0.0, **options):
         limits = Limits(**options.pop("limits", {}))
-        self.options = Options(replicas, limits=limits, **options).check()
+        self.options = QuorumOptions(replicas, limits=limits, **options).check()
         self.now, self.notes, self.given = now, [], {}
-        self.state = State.begin(self.options, term, now)
+        self.state = QuorumState.begin(self.options, term, now)
 
     def hello(self, replica, life=0, last=None, steps=0):
         self.notes += reactions.hello(self.state, self.now, replica, life, last, steps)

@@ -17,8 +17,8 @@ from ft.lab.reproducibility.probe import (
     UNSTABLE,
     Case,
     Kind,
-    Outcome,
     Probe,
+    ProbeResult,
     as_text,
     as_values,
 )
@@ -126,12 +126,12 @@ def test_calls_of_a_kind_are_executed_again_a_few_times_only():
     assert (found["mul.Tensor"].calls, found["mul.Tensor"].runs) == (2, 6)
 
 
-def outcome(work) -> Outcome:
+def outcome(work) -> ProbeResult:
     probe = Probe(4)
     probe.case = "own"
     with probe:
         work()
-    return Outcome("cpu", 1, "2.13.0", False, [Case("own", "--flags")], list(probe.findings.values()))
+    return ProbeResult("cpu", 1, "2.13.0", False, [Case("own", "--flags")], list(probe.findings.values()))
 
 
 def test_the_table_says_what_can_be_done():

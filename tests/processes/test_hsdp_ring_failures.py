@@ -19,7 +19,7 @@ from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, accept, dial
 from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
 from ft.systems.hsdp.ring.connect import send_buffer
-from ft.systems.hsdp.ring.links import BREAK, LEAVE, PING, PONG, Links, Message, Poller, pack, unpack
+from ft.systems.hsdp.ring.links import BREAK, LEAVE, PING, PONG, ControlMessage, Links, Poller, pack, unpack
 from ft.systems.hsdp.ring.numbers import items
 
 HELLO_BYTES = GREETING_BYTES + connect.HELLO.size + PROOF_BYTES
@@ -98,19 +98,24 @@ def test_who_has_nobody_to_blame_waits_for_others_to_say_a_little_longer():
 
 
 def test_who_does_not_answer_is_blamed_then_who_is_late_then_nobody():
-    waits, late, done = Message(PONG, 7, True), Message(PONG, 6, False), Message(PONG, 7, False)
+    waits, late, done = ControlMessage(PONG, 7, True), ControlMessage(PONG, 6, False), ControlMessage(PONG, 7, False)
     assert blame(7, None, waits)[0] == LEFT
     assert blame(7, late, None)[0] == RIGHT
     assert blame(7, waits, late)[0] == RIGHT
     assert blame(7, done, waits)[0] == LEFT
     assert blame(7, waits, waits)[0] is None
     assert blame(7, waits, done)[0] is None, "it has all that this member had for it, and gives it nothing"
-    assert blame(7, waits, Message(PONG, 8, True))[0] is None
-    assert blame(7, Message(PONG, 6, True), waits)[0] is None, "it waits for somebody else, an operation behind"
+    assert blame(7, waits, ControlMessage(PONG, 8, True))[0] is None
+    assert blame(7, ControlMessage(PONG, 6, True), waits)[0] is None, "it waits for somebody else, an operation behind"
 
 
 def test_messages_between_neighbours_survive_being_cut_anywhere():
-    said = [Message(PING), Message(PONG, 9, True), Message(BREAK, suspect=2, reason="ä" * 300), Message(BREAK)]
+    said = [
+        ControlMessage(PING),
+        ControlMessage(PONG, 9, True),
+        ControlMessage(BREAK, suspect=2, reason="ä" * 300),
+        ControlMessage(BREAK),
+    ]
     received, heard = bytearray(), []
     for byte in b"".join(pack(each) for each in said):
         received.append(byte)
@@ -153,7 +158,7 @@ def test_who_leaves_before_the_operation_under_way_ends_it(done):
     links, pairs = Links(poller), [socket.socketpair() for _ in range(2)]
     links.join(RIGHT, 1, [pairs[0][0], pairs[1][0]])
     links.operation, links.busy = 1, True
-    pairs[0][1].send(pack(Message(LEAVE, done, suspect=2, reason="2 cannot be reached")))
+    pairs[0][1].send(pack(ControlMessage(LEAVE, done, suspect=2, reason="2 cannot be reached")))
     pairs[0][0].setblocking(False)
     poller.wait(5)
     assert links.right.gone.suspect == 2

@@ -11,9 +11,9 @@ from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.agent.devices import FREE_S
 from ft.job.control import history, liveness, repairs
-from ft.job.control.liveness import View
+from ft.job.control.liveness import WorkerView
 from ft.job.control.membership import place_ranks
-from ft.job.control.state import RUNNING, Agent, Hold, Incident, State
+from ft.job.control.state import RUNNING, Agent, ControlState, Hold, Incident
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, Holdings, Source
 from ft.net.codec import from_json, to_json
@@ -139,7 +139,7 @@ def test_timeouts_follow_the_step_time():
 
 
 def view(doing="compute", since_s=0.0, step_s=0.1, done=False):
-    return View(Beat(0.0, 0, 5, doing, since_s, "here", step_s, 0), 0.0, done)
+    return WorkerView(Beat(0.0, 0, 5, doing, since_s, "here", step_s, 0), 0.0, done)
 
 
 def test_who_computes_while_others_wait_is_the_culprit():
@@ -158,12 +158,12 @@ def test_who_is_done_is_no_culprit():
 
 def test_the_age_of_a_beat_counts():
     beat = Beat(2.0, 0, 5, "compute", 5.0, "here", 0.1, 0)
-    assert View(beat, 1.5).since_s == 8.5
+    assert WorkerView(beat, 1.5).since_s == 8.5
 
 
 def device_wait(since_s):
     """A worker whose collective is unfinished on its device."""
-    return View(Beat(0.0, 0, 5, "wait", since_s, "tp, allreduce", 0.1, at_step_s=since_s), 0.0)
+    return WorkerView(Beat(0.0, 0, 5, "wait", since_s, "tp, allreduce", 0.1, at_step_s=since_s), 0.0)
 
 
 def test_who_has_not_begun_its_operation_on_the_device_is_the_culprit():
@@ -179,7 +179,7 @@ def test_nobody_is_accused_while_all_have_unfinished_operations_on_their_devices
 
 
 def silent_view(doing, since_s, age_s):
-    return View(Beat(age_s, 0, 5, doing, since_s, "here", 0.1, 0, at_step_s=since_s), 0.2)
+    return WorkerView(Beat(age_s, 0, 5, doing, since_s, "here", 0.1, 0, at_step_s=since_s), 0.2)
 
 
 @pytest.mark.parametrize("doing", ["compute", "wait"])
@@ -193,7 +193,7 @@ def test_who_sends_no_heartbeats_is_not_believed_to_wait(doing):
 
 
 def at_step(seconds, doing="compute", step_s=2.0):
-    return View(Beat(0.0, 0, 5, doing, 1.0, "step 6", step_s, 0, at_step_s=seconds), 0.0)
+    return WorkerView(Beat(0.0, 0, 5, doing, 1.0, "step 6", step_s, 0, at_step_s=seconds), 0.0)
 
 
 def test_a_step_that_does_not_end_is_noticed_if_nobody_waits_for_it():
@@ -276,7 +276,7 @@ def test_the_whole_state_goes_through_json():
     world.release(0)
     world.fail(0, "RecoverableError")
     text = json.dumps(to_json(world.state))
-    assert from_json(State, json.loads(text)) == world.state
+    assert from_json(ControlState, json.loads(text)) == world.state
 
 
 def test_a_loop_knows_when_it_did_not_run():

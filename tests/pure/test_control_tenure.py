@@ -12,7 +12,7 @@ from ft.base import token
 from ft.base.errors import UserError
 from ft.job.agent.control_plane import ControlPlaneSupervisor, Sidecar
 from ft.job.agent.membership import claim_name
-from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
+from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, ControlPlaneView, decide
 from ft.job.control.sidecar import PartitionDetector
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election, processes
@@ -90,18 +90,18 @@ def test_a_lease_is_lost_to_a_later_term(tmp_path):
 @pytest.mark.parametrize(
     "view, expected",
     [
-        (View(silent_s=0.5, lease_s=9.0, serving_s=None, turn=0), WAIT),
-        (View(silent_s=2.0, lease_s=1.0, serving_s=9.0, turn=0), WAIT),
-        (View(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=0), CLAIM),
-        (View(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=1), WAIT),
-        (View(silent_s=2.0, lease_s=1.6, serving_s=9.0, turn=1), CLAIM),
-        (View(silent_s=3.1, lease_s=0.2, serving_s=9.0, turn=1), FENCE),
-        (View(silent_s=3.1, lease_s=0.2, serving_s=1.0, turn=1), WAIT),
-        (View(silent_s=3.1, lease_s=0.2, serving_s=None, turn=1), WAIT),
-        (View(silent_s=900.0, lease_s=0.2, serving_s=900.0, turn=1), FENCE),
-        (View(silent_s=2.9, lease_s=None, serving_s=None, turn=1), WAIT),
-        (View(silent_s=3.1, lease_s=None, serving_s=None, turn=1), FENCE),
-        (View(silent_s=121.0, lease_s=None, serving_s=None, turn=1), GIVE_UP),
+        (ControlPlaneView(silent_s=0.5, lease_s=9.0, serving_s=None, turn=0), WAIT),
+        (ControlPlaneView(silent_s=2.0, lease_s=1.0, serving_s=9.0, turn=0), WAIT),
+        (ControlPlaneView(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=0), CLAIM),
+        (ControlPlaneView(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=1), WAIT),
+        (ControlPlaneView(silent_s=2.0, lease_s=1.6, serving_s=9.0, turn=1), CLAIM),
+        (ControlPlaneView(silent_s=3.1, lease_s=0.2, serving_s=9.0, turn=1), FENCE),
+        (ControlPlaneView(silent_s=3.1, lease_s=0.2, serving_s=1.0, turn=1), WAIT),
+        (ControlPlaneView(silent_s=3.1, lease_s=0.2, serving_s=None, turn=1), WAIT),
+        (ControlPlaneView(silent_s=900.0, lease_s=0.2, serving_s=900.0, turn=1), FENCE),
+        (ControlPlaneView(silent_s=2.9, lease_s=None, serving_s=None, turn=1), WAIT),
+        (ControlPlaneView(silent_s=3.1, lease_s=None, serving_s=None, turn=1), FENCE),
+        (ControlPlaneView(silent_s=121.0, lease_s=None, serving_s=None, turn=1), GIVE_UP),
     ],
 )
 def test_what_an_agent_does_about_a_silent_control_plane(view, expected):

@@ -17,7 +17,7 @@ from ft.job.replicas import flags, marks, member, places, policy
 from ft.job.replicas.flags import Replicas
 from ft.job.replicas.member import next_life
 from ft.job.replicas.places import Part, devices_of, parts_of
-from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
+from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, ReplicaView, after_exit, judge
 from ft.platform import election
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.spare import placement
@@ -283,14 +283,14 @@ def test_lives_go_on_from_all_that_was_there(tmp_path):
 
 # --- when it is over -------------------------------------------------------------------------------------------------
 
-UP = View(up=True)
-BUILDING = View(up=True, gathering=True)
-WAITING = View(up=False)
-FINISHED = View(up=False, code=0)
-FAILED = View(up=False, code=3, given_up=True)
+UP = ReplicaView(up=True)
+BUILDING = ReplicaView(up=True, gathering=True)
+WAITING = ReplicaView(up=False)
+FINISHED = ReplicaView(up=False, code=0)
+FAILED = ReplicaView(up=False, code=3, given_up=True)
 
 
-def verdict(*views: View, finished_s: float | None = None, lost=(), least: int = 1, told=()) -> policy.Verdict:
+def verdict(*views: ReplicaView, finished_s: float | None = None, lost=(), least: int = 1, told=()) -> policy.Verdict:
     return judge(dict(enumerate(views)), finished_s, set(lost), len(views), least, told)
 
 
@@ -299,7 +299,7 @@ def test_the_run_goes_on_while_enough_replicas_are_left():
     ended = verdict(UP, FAILED, lost=[1], least=2)
     assert (ended.what, ended.code) == (END, 3) and "1 of 2" in ended.reason
     assert verdict(FAILED, FAILED, lost=[0, 1]).code == 3
-    bad_input = View(up=False, code=2, given_up=True)
+    bad_input = ReplicaView(up=False, code=2, given_up=True)
     assert verdict(FAILED, bad_input, lost=[0, 1]).code == 2
 
 
@@ -312,7 +312,7 @@ def test_the_run_ends_well_when_all_have_finished_or_some_have_and_the_rest_was_
 
 
 def test_the_run_ends_early_or_unsaved_as_its_replicas_do():
-    early, unsaved = View(up=False, code=ENDED_EARLY), View(up=False, code=NOT_SAVED)
+    early, unsaved = ReplicaView(up=False, code=ENDED_EARLY), ReplicaView(up=False, code=NOT_SAVED)
     assert after_exit(ENDED_EARLY, "", [1.0]).action == after_exit(NOT_SAVED, "", [1.0]).action == DONE
     assert verdict(early, early, finished_s=0.0).code == ENDED_EARLY
     assert verdict(FINISHED, early, finished_s=0.0, told=[1]).code == 0, "one that has done all steps suffices"
@@ -320,9 +320,9 @@ def test_the_run_ends_early_or_unsaved_as_its_replicas_do():
 
 
 def test_a_replica_that_is_rebuilt_when_the_others_have_finished_is_told():
-    again = View(up=True, restarts_then=3, restarts=4)
+    again = ReplicaView(up=True, restarts_then=3, restarts=4)
     assert verdict(FINISHED, again, finished_s=1.0).what == TELL
-    before = View(up=True, restarts_then=4, restarts=4, gathering=True)
+    before = ReplicaView(up=True, restarts_then=4, restarts=4, gathering=True)
     assert verdict(FINISHED, before, finished_s=1.0).what == WAIT, "it was on its way"
     assert verdict(FINISHED, before, finished_s=policy.LATE_S + 1).what == TELL
 

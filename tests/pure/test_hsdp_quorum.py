@@ -7,7 +7,7 @@ from ft.base.errors import UserError
 from ft.job.quorum import Limits, NoQuorum, Quorum, Report
 from ft.job.quorum.decide import judge, missing
 from ft.job.quorum.server import parse_options
-from ft.job.quorum.state import Options
+from ft.job.quorum.state import QuorumOptions
 from ft.job.quorum.values import committed_in, estimated
 from ft.net.codec import BadMessage, from_json, to_json
 
@@ -173,4 +173,4 @@ def test_the_limits_grow_with_the_steps():
     limits = Limits().check()
     assert limits.calibrated(20.0).member_s == limits.member_s + 60.0
     assert limits.calibrated(None).member_s == limits.start_s
-    assert Options(3).check().min_replicas == 1
+    assert QuorumOptions(3).check().min_replicas == 1

@@ -8,7 +8,7 @@ import pytest
 from ft.base import lines
 from ft.base.lines import Lines
 from ft.job.control.journal import Journal, recall
-from ft.job.control.state import Options
+from ft.job.control.state import ControlOptions
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_torn_line_is_ended(tmp_path):
 
 
 def test_a_journal_on_a_full_disk_is_whole_once_there_is_room(tmp_path, full):
-    journal = Journal(tmp_path / "journal.jsonl", Options(nodes=1, world_size=2))
+    journal = Journal(tmp_path / "journal.jsonl", ControlOptions(nodes=1, world_size=2))
     full["bytes"] = 3
     for number in range(5):
         journal.remark(f"remark {number}")
@@ -125,6 +125,6 @@ def test_a_journal_on_a_full_disk_is_whole_once_there_is_room(tmp_path, full):
 
 
 def test_a_disk_that_was_never_anything_but_full():
-    journal = Journal(Path("/dev/full"), Options(nodes=1, world_size=1))
+    journal = Journal(Path("/dev/full"), ControlOptions(nodes=1, world_size=1))
     journal.remark("kept in memory")
     journal.close()

@@ -13,7 +13,7 @@ from control_world import LIMITS, World
 
 from ft.job import messages as m
 from ft.job.control import recovery
-from ft.job.control.recovery import MIDDLE, Memory, Others, Restarts, Seats, Situation, Stages, decide
+from ft.job.control.recovery import MIDDLE, HostMemory, Others, Restarts, Seats, Situation, Stages, decide
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
@@ -30,7 +30,7 @@ def job(lost=(), steps=(7, 6), copies=True, **more) -> Situation:
     }
     stages = Stages(more.pop("checkfree", ""), {rank: GridPosition(rank, 0, 0, 0, 2) for rank in ranks})
     more = {"seats": Seats(lost, len(lost)), "restarts": Restarts(checkpoints=[2]), **more}
-    return Situation(7, Memory(ranks, holdings, {rank: [rank] for rank in ranks}), stages, **more)
+    return Situation(7, HostMemory(ranks, holdings, {rank: [rank] for rank in ranks}), stages, **more)
 
 
 def others(reorders=False, least=1, whole=(1, 2), lacking=(), steps=(7,)) -> Others:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ft.job.control.recovery import CHECKFREE, CHECKPOINT, COPY, MIDDLE, PLUS, Memory, Stages, plan_from_memory
+from ft.job.control.recovery import CHECKFREE, CHECKPOINT, COPY, MIDDLE, PLUS, HostMemory, Stages, plan_from_memory
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
@@ -31,7 +31,7 @@ def memory(stages, held, copies=None, live=None, **more):
     for rank, place in stages.places.items():
         peers.setdefault((place.pp, place.tp), []).append(rank)
     dp_peers = {rank: peers[place.pp, place.tp] for rank, place in stages.places.items()}
-    return Memory(list(stages.places), holdings, dp_peers, **more)
+    return HostMemory(list(stages.places), holdings, dp_peers, **more)
 
 
 def all_but(stages, lost, steps=(7, 6)):

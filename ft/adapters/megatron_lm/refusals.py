@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ft.base.errors import Problem
-from ft.protection.table import Entry, Mode, refused_modes
+from ft.protection.table import Mode, ProtectionEntry, refused_modes
 
 
 def _mode(flag: str, why: str, *values: str) -> Mode:
@@ -48,7 +48,7 @@ MODES = (
 
 
 def of_arguments(
-    arguments: Any, asked: Iterable[Entry], *, intercepts_operators: bool = False, divides_steps: bool = False
+    arguments: Any, asked: Iterable[ProtectionEntry], *, intercepts_operators: bool = False, divides_steps: bool = False
 ) -> Iterator[Problem]:
     """Yield (problem, fix) for the trainer's parsed ``arguments``.
 

@@ -33,7 +33,7 @@ from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import PoolBroken, PoolUpkeep, WarmPool
 from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked, Uplink
 from ft.job.agent.workforce import Worker, WorkerListener, Workforce, listen
-from ft.job.control.state import Options as ControlOptions
+from ft.job.control.state import ControlOptions
 from ft.job.messages import (
     AgentBeat,
     AgentLeaving,

@@ -344,7 +344,7 @@ class ControlPlaneSupervisor:
         # the silence may only be a pause of this event loop: read the lease before deciding
         if not self._lease.has_looked:
             return succession.WAIT, ""
-        view = succession.View(
+        view = succession.ControlPlaneView(
             silent_s=silent_s,
             lease_s=self._lease.age(now) if self._lease.seen is not None else None,
             serving_s=self._lease.serving(now),

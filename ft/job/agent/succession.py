@@ -23,7 +23,7 @@ WAIT, CLAIM, FENCE, RENEW, GIVE_UP = "wait", "claim", "fence", "renew", "give up
 
 
 @dataclass(frozen=True)
-class View:
+class ControlPlaneView:
     """Observations of an agent about the control plane.
 
     Attributes:
@@ -50,7 +50,7 @@ class View:
     idle_starts: int = 0
 
 
-def decide(view: View, timeouts: Timeouts) -> tuple[str, str]:
+def decide(view: ControlPlaneView, timeouts: Timeouts) -> tuple[str, str]:
     """Return (action, reason).
 
     While the lease is being renewed, a control plane is active. An agent that cannot reach it will be declared

@@ -23,15 +23,15 @@ from ft.job.control.state import (
     REPAIRING,
     RESUMING,
     Agent,
+    ControlState,
     Decisions,
     GridPosition,
-    State,
     Worker,
 )
 from ft.net.codec import BadMessage, from_json
 
 
-def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
+def agent_joined(state: ControlState, now: float, report: m.AgentJoined, out: Decisions) -> None:
     """Register an agent. At the start, end the run if the nodes have another number of workers than announced."""
     if report.node in state.agents:
         out.add(f"ignored: the agent of {report.node} has joined before")
@@ -58,7 +58,7 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
     start_checks.agent_joined(state, now, state.agents[report.node], at_start, out)
 
 
-def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) -> None:
+def agent_beat(state: ControlState, now: float, report: m.AgentBeat, out: Decisions) -> None:
     """Store the heartbeat of an agent and of its workers."""
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
@@ -66,7 +66,7 @@ def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) ->
         agent.heard_at, agent.beats = now, dict(report.workers)
 
 
-def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisions) -> None:
+def agent_leaving(state: ControlState, now: float, report: m.AgentLeaving, out: Decisions) -> None:
     """Handle an agent that exits on purpose; its workers are lost, or the run ends with them."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:
@@ -79,7 +79,7 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
         lose_agent(state, now, agent, "its agent has ended", out)
 
 
-def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decisions) -> None:
+def worker_started(state: ControlState, now: float, report: m.WorkerStarted, out: Decisions) -> None:
     """Register a worker whose process has been started."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone or report.worker in agent.started:
@@ -97,7 +97,7 @@ def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decis
     out.note(events.WORKER_STARTED, node=report.node, worker=report.worker, rank=report.rank, pid=report.pid)
 
 
-def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions) -> None:
+def worker_ready(state: ControlState, now: float, report: m.WorkerReady, out: Decisions) -> None:
     """Mark a worker as ready to take a seat."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.ready:
@@ -112,7 +112,7 @@ def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions
         out.note(events.STANDBY_READY, node=worker.node, worker=worker.name)
 
 
-def worker_released(state: State, now: float, report: m.WorkerReleased, out: Decisions) -> None:
+def worker_released(state: ControlState, now: float, report: m.WorkerReleased, out: Decisions) -> None:
     """Record that a worker has left the closed epoch."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.leaving_epoch < 0 or report.epoch != worker.leaving_epoch:
@@ -128,7 +128,7 @@ def worker_released(state: State, now: float, report: m.WorkerReleased, out: Dec
     out.add(f"{report.worker} has left epoch {report.epoch}, at step {report.step}")
 
 
-def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decisions) -> None:
+def worker_arrived(state: ControlState, now: float, report: m.WorkerArrived, out: Decisions) -> None:
     """Record that a joiner has built model and optimizer, and can be connected to the other workers.
 
     A joiner repeats this report until it is told to repair, and sends it again if another epoch is opened before that.
@@ -149,7 +149,7 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
     out.note(events.JOINER_ARRIVED, epoch=state.epoch, worker=worker.name, node=worker.node, rank=worker.rank)
 
 
-def worker_repaired(state: State, now: float, report: m.WorkerRepaired, out: Decisions) -> None:
+def worker_repaired(state: ControlState, now: float, report: m.WorkerRepaired, out: Decisions) -> None:
     """Record that a worker has rebuilt its groups and restored its state."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != REPAIRING:
@@ -161,7 +161,7 @@ def worker_repaired(state: State, now: float, report: m.WorkerRepaired, out: Dec
         out.add(f"{report.worker} is repaired")
 
 
-def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decisions) -> None:
+def worker_resumed(state: ControlState, now: float, report: m.WorkerResumed, out: Decisions) -> None:
     """Record that a worker begins to train in the present epoch."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != RESUMING:
@@ -174,7 +174,7 @@ def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decis
     out.add(f"{report.worker} begins epoch {report.epoch} after step {report.step}")
 
 
-def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) -> None:
+def worker_done(state: ControlState, now: float, report: m.WorkerDone, out: Decisions) -> None:
     """Record that a worker has done its last step; end the run when all workers have."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
@@ -186,7 +186,7 @@ def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) 
     ends.finish_if_done(state, now, out)
 
 
-def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisions) -> None:
+def master_chosen(state: ControlState, now: float, report: m.MasterChosen, out: Decisions) -> None:
     """Send all agents the address (MASTER_ADDR, MASTER_PORT) at which the training script initializes
     ``torch.distributed`` in a warm restart.
     """
@@ -194,7 +194,7 @@ def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisio
     out.add(f"in restart {report.number} the training script has its rendezvous at {where}", report)
 
 
-def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
+def observed(state: ControlState, now: float, report: m.Observed, out: Decisions) -> None:
     """Record an event that a worker has observed.
 
     A layout (of ranks and their copies) is stored. The settings of a worker (``EVENT``) are compared with those
@@ -229,7 +229,7 @@ class _Layout:
 
     Attributes:
         worker: the worker that says it, if it speaks of itself.
-        evict_stragglers: ``State.evict_factor``.
+        evict_stragglers: ``ControlState.evict_factor``.
     """
 
     worker: str | None = None
@@ -242,7 +242,7 @@ class _Layout:
     evict_stragglers: float | None = None
 
 
-def _layout(state: State, detail: dict[str, object], out: Decisions) -> None:
+def _layout(state: ControlState, detail: dict[str, object], out: Decisions) -> None:
     known = {one.name for one in fields(_Layout)}
     try:
         said: _Layout = from_json(_Layout, {name: value for name, value in detail.items() if name in known})
@@ -260,7 +260,7 @@ def _layout(state: State, detail: dict[str, object], out: Decisions) -> None:
     out.add(f"the layout of {about}" if about else f"stragglers are replaced from {state.evict_factor} on")
 
 
-def _step_differs(state: State, detail: dict[str, object], out: Decisions) -> None:
+def _step_differs(state: ControlState, detail: dict[str, object], out: Decisions) -> None:
     step, epoch, found, rank = (detail.get(name) for name in ("step", "epoch", "differences", "rank"))
     if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(found, list) and found):
         out.add(f"ignored: a step that differs, without step, epoch or differences: {detail}")
@@ -283,7 +283,7 @@ def step_differs(step: int, rank: int | None, found: list[str]) -> str:
     )
 
 
-def _where(state: State) -> str:
+def _where(state: ControlState) -> str:
     return f"{state.epoch}, {state.phase}"
 
 
@@ -292,7 +292,7 @@ _UNSET = "not set"
 _MOST = 20
 
 
-def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str], out: Decisions) -> None:
+def compare(state: ControlState, now: float, worker: Worker, settings: Mapping[str, str], out: Decisions) -> None:
     """Compare the settings that ``worker`` reported with those of the first worker.
 
     Before training begins, a difference ends the run: nothing is lost yet, and only the user knows which setting is
@@ -328,7 +328,7 @@ def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], wh
     return found + ([f"and {len(differ) - _MOST} more"] if len(differ) > _MOST else [])
 
 
-def control_back(state: State, now: float, report: m.ControlBack, out: Decisions) -> None:
+def control_back(state: ControlState, now: float, report: m.ControlBack, out: Decisions) -> None:
     """After a failover, restart every timer at ``now``: the agents resend all reports that the previous control plane
     has not recorded. After a pause of this control plane, extend every timer by the pause.
     """
@@ -345,7 +345,7 @@ def control_back(state: State, now: float, report: m.ControlBack, out: Decisions
     out.note(events.CONTROL_BACK, node=report.node, term=report.term, away=round(away, 3), damaged=report.damaged)
 
 
-def forgive(state: State, now: float, seconds: float = math.inf) -> None:
+def forgive(state: ControlState, now: float, seconds: float = math.inf) -> None:
     """Let every timer begin ``seconds`` later, but not after ``now``."""
 
     def later(at: float) -> float:

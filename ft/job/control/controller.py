@@ -10,10 +10,10 @@ from typing import Any
 
 from ft.job import messages as m
 from ft.job.control import arrivals, deadlines, devices, epochs, failures, looks, run_ends, start_checks, stragglers
-from ft.job.control.state import ENDED, Decision, Decisions, State
+from ft.job.control.state import ENDED, ControlState, Decisions, RecordedDecision
 
 
-def decide(state: State, now: float, report: Any | None) -> list[Decision]:
+def decide(state: ControlState, now: float, report: Any | None) -> list[RecordedDecision]:
     """Process one report, or the passing of time if ``report`` is None.
 
     Args:
@@ -39,12 +39,12 @@ def decide(state: State, now: float, report: Any | None) -> list[Decision]:
     return out
 
 
-def next_deadline(state: State, now: float) -> float:
+def next_deadline(state: ControlState, now: float) -> float:
     """Return the time at which to call ``decide`` without a report if no report arrives before; never in the past."""
     return now + 3600.0 if state.phase == ENDED else deadlines.following(state, now)
 
 
-_HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
+_HANDLERS: dict[type, Callable[[ControlState, float, Any, Decisions], None]] = {
     m.AgentJoined: arrivals.agent_joined,
     m.AgentBeat: arrivals.agent_beat,
     m.AgentLeaving: arrivals.agent_leaving,

@@ -13,7 +13,7 @@ from ft.job.control import devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.failures import Fault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
-from ft.job.control.liveness import Culprit, View
+from ft.job.control.liveness import Culprit, WorkerView
 from ft.job.control.state import (
     CLOSED,
     EPOCH_OPEN,
@@ -22,8 +22,8 @@ from ft.job.control.state import (
     REPAIRING,
     RESUMING,
     RUNNING,
+    ControlState,
     Decisions,
-    State,
     Worker,
 )
 from ft.job.control.timeouts import Timeouts
@@ -32,7 +32,7 @@ _JUST_AFTER_S = 0.001
 """Seconds after a deadline at which it is checked: a deadline has passed only when more than its time has passed."""
 
 
-def judge(state: State, now: float, out: Decisions) -> None:
+def judge(state: ControlState, now: float, out: Decisions) -> None:
     """React to the first kind of deadline that has passed; leave the state as it is if none has."""
     for check in (_agents, _told, _start, _spawned, devices.overdue, _phase, _suspicions, _stalls, _left):
         before = len(out)
@@ -41,7 +41,7 @@ def judge(state: State, now: float, out: Decisions) -> None:
             return
 
 
-def following(state: State, now: float) -> float:
+def following(state: ControlState, now: float) -> float:
     """Return the next time at which ``judge`` may find a deadline that has passed."""
     limits = state.limits()
     moments = [now + limits.agent_beat_s]  # liveness is checked at the rate at which heartbeats arrive
@@ -54,7 +54,7 @@ def following(state: State, now: float) -> float:
     return min(moment + _JUST_AFTER_S for moment in moments if moment + _JUST_AFTER_S > now)
 
 
-def _agents(state: State, now: float, out: Decisions) -> None:
+def _agents(state: ControlState, now: float, out: Decisions) -> None:
     heard = {agent.node: agent.heard_at for agent in state.agents.values() if not agent.gone}
     lost = liveness.lost_agents(now, heard, state.options.timeouts)
     if lost:
@@ -62,7 +62,7 @@ def _agents(state: State, now: float, out: Decisions) -> None:
         lose_agent(state, now, state.agents[node], f"nothing was heard of its agent for {seconds:.1f} s", out)
 
 
-def _told(state: State, now: float, out: Decisions) -> None:
+def _told(state: ControlState, now: float, out: Decisions) -> None:
     """End a run that was told to end if its workers get nowhere. A recovery has limits of its own."""
     if state.told_at is None or state.phase not in (RUNNING, RESUMING):
         return
@@ -71,7 +71,7 @@ def _told(state: State, now: float, out: Decisions) -> None:
         ends.give_up(state, now, quiet_s, out)
 
 
-def _start(state: State, now: float, out: Decisions) -> None:
+def _start(state: ControlState, now: float, out: Decisions) -> None:
     """End or restart the run if agents, or the workers of a fresh start, are missing for too long."""
     limit = state.options.timeouts.join_s
     start_checks.notice(state, now, out)
@@ -90,7 +90,7 @@ def _start(state: State, now: float, out: Decisions) -> None:
         ends.stop(state, now, 1, f"the worker(s) for logical rank(s) {ranks} were not started within {limit:g} s", out)
 
 
-def _spawned(state: State, now: float, out: Decisions) -> None:
+def _spawned(state: ControlState, now: float, out: Decisions) -> None:
     """Handle workers that were ordered or started but do not become ready in time."""
     limit = state.options.timeouts.ready_s
     for node, times in state.spawning.items():
@@ -109,7 +109,7 @@ def _spawned(state: State, now: float, out: Decisions) -> None:
         ends.restart(state, now, "no worker comes up for the empty seats", out)
 
 
-def _phase(state: State, now: float, out: Decisions) -> None:
+def _phase(state: ControlState, now: float, out: Decisions) -> None:
     """React to workers that delay the present phase of a recovery."""
     limits, passed = state.limits(), now - state.since
     seated = state.seated()
@@ -133,14 +133,20 @@ def _phase(state: State, now: float, out: Decisions) -> None:
         _late(state, now, absent, "it has not taken its seat", limits.start_s, out)
 
 
-def _epoch_of(state: State, worker: Worker) -> int | None:
+def _epoch_of(state: ControlState, worker: Worker) -> int | None:
     """Return the epoch that the worker reported in its last heartbeat."""
     beat = state.beat(worker)
     return beat.epoch if beat is not None else None
 
 
 def _late(
-    state: State, now: float, late: list[Worker], what: str, limit_s: float, out: Decisions, together: bool = False
+    state: ControlState,
+    now: float,
+    late: list[Worker],
+    what: str,
+    limit_s: float,
+    out: Decisions,
+    together: bool = False,
 ) -> None:
     """Replace the workers that are late.
 
@@ -155,7 +161,7 @@ def _late(
     react(state, now, [Fault(worker, found) for worker in late], out)
 
 
-def _suspicions(state: State, now: float, out: Decisions) -> None:
+def _suspicions(state: ControlState, now: float, out: Decisions) -> None:
     """React to a lost connection that no death of a worker has explained in time."""
     if state.phase not in EPOCH_OPEN or not state.suspicions:
         return
@@ -169,7 +175,7 @@ def _suspicions(state: State, now: float, out: Decisions) -> None:
     react(state, now, [Fault(worker, verdict.of_suspicion(said.group, said.message))], out)
 
 
-def _retries(state: State, now: float, worker: Worker) -> int:
+def _retries(state: ControlState, now: float, worker: Worker) -> int:
     """Return how often the worker's rank was recently retried in place.
 
     Among workers that suspect each other's connection, the one with the most retries is the most likely cause.
@@ -178,7 +184,7 @@ def _retries(state: State, now: float, worker: Worker) -> int:
     return min(len(recent), MOST_RETRIES)
 
 
-def _stalls(state: State, now: float, out: Decisions) -> None:
+def _stalls(state: ControlState, now: float, out: Decisions) -> None:
     """React to workers that make no progress although they send heartbeats.
 
     Workers that do not communicate while others wait for them are at fault (a stall), unless a look shows that they
@@ -213,22 +219,22 @@ def _stalls(state: State, now: float, out: Decisions) -> None:
         _all_wait(state, now, views, culprits, out)
 
 
-def _views(state: State, now: float) -> dict[str, View]:
+def _views(state: ControlState, now: float) -> dict[str, WorkerView]:
     """Return what the heartbeats of the workers say that have seats and have not left."""
     return {
-        worker.name: View(beat, now - state.agents[worker.node].heard_at, worker.done)
+        worker.name: WorkerView(beat, now - state.agents[worker.node].heard_at, worker.done)
         for worker in state.seated()
         if not worker.left and (beat := state.beat(worker)) is not None
     }
 
 
-def _have_all_begun(state: State, views: dict[str, View]) -> bool:
+def _have_all_begun(state: ControlState, views: dict[str, WorkerView]) -> bool:
     """Return whether all workers have sent heartbeats of the present epoch, in which training is under way."""
     is_complete = all(worker.name in views for worker in state.seated() if not worker.left)
     return is_complete and all(view.beat.epoch == state.epoch for view in views.values())
 
 
-def _is_at_work(state: State, views: dict[str, View]) -> bool:
+def _is_at_work(state: ControlState, views: dict[str, WorkerView]) -> bool:
     """Return whether a worker that the look names as busy also computes according to its heartbeats. The limit on the
     duration of its step then applies to it.
     """
@@ -236,7 +242,9 @@ def _is_at_work(state: State, views: dict[str, View]) -> bool:
     return any(view is not None and not view.waits(state.options.timeouts) for view in named)
 
 
-def _all_wait(state: State, now: float, views: dict[str, View], culprits: list[Culprit], out: Decisions) -> None:
+def _all_wait(
+    state: ControlState, now: float, views: dict[str, WorkerView], culprits: list[Culprit], out: Decisions
+) -> None:
     """Let all workers try again in place, because they all wait; the fault is that of the rank that the look names."""
     found = looks.finding(state)
     causes = found.causes if found is not None else []
@@ -246,7 +254,9 @@ def _all_wait(state: State, now: float, views: dict[str, View], culprits: list[C
     react(state, now, [Fault(state.workers[name], said)], out)
 
 
-def _look_ahead(state: State, now: float, views: dict[str, View], timeouts: Timeouts, out: Decisions) -> None:
+def _look_ahead(
+    state: ControlState, now: float, views: dict[str, WorkerView], timeouts: Timeouts, out: Decisions
+) -> None:
     """Order a look at all workers if a limit is about to pass, while those that hang can still say where they are."""
     later = {name: replace(view, age_s=view.age_s + looks.LEAD_S) for name, view in views.items()}
     for kind in (liveness.stalled, liveness.at_a_standstill, liveness.endless):
@@ -256,7 +266,7 @@ def _look_ahead(state: State, now: float, views: dict[str, View], timeouts: Time
             return
 
 
-def _left(state: State, now: float, out: Decisions) -> None:
+def _left(state: ControlState, now: float, out: Decisions) -> None:
     """Replace workers that exited with code 0 while others continue training."""
     if state.phase not in EPOCH_OPEN:
         return

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control.state import GATHERING, Agent, Decisions, Hold, State, Vacancy, Worker
+from ft.job.control.state import GATHERING, Agent, ControlState, Decisions, Hold, Vacancy, Worker
 
 _NO_LIMIT = 1 << 30
 
@@ -39,14 +39,14 @@ def choose(agent: Agent, vacancy: Vacancy, taken: Collection[tuple[str, int]]) -
     return next((device for device in indices if device not in blocked), None)
 
 
-def hold(state: State, worker: Worker, now: float) -> None:
+def hold(state: ControlState, worker: Worker, now: float) -> None:
     """Hold the device of a lost worker, unless its agent has reported before that the device is released."""
     agent = state.agents.get(worker.node)
     if agent is not None and agent.joined.devices and worker.rank is not None and not worker.released:
         agent.held[worker.name] = Hold(worker.local_rank, now)
 
 
-def reject(state: State, agent: Agent, device: int, problem: str, out: Decisions) -> None:
+def reject(state: ControlState, agent: Agent, device: int, problem: str, out: Decisions) -> None:
     """Record that no worker can use a device of a node."""
     if agent.unusable.get(device) == problem:
         return
@@ -55,7 +55,7 @@ def reject(state: State, agent: Agent, device: int, problem: str, out: Decisions
     out.note(events.DEVICE_UNUSABLE, node=agent.node, device=device, reason=problem)
 
 
-def released(state: State, now: float, report: m.DeviceReleased, out: Decisions) -> None:
+def released(state: ControlState, now: float, report: m.DeviceReleased, out: Decisions) -> None:
     """Record that the device of an ended worker is free or unusable, or that a device has become unusable by itself."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:
@@ -81,7 +81,7 @@ def heard(agent: Agent, now: float, contact_s: float) -> None:
         agent.held = {worker: replace(hold, since=hold.since + silent_s) for worker, hold in agent.held.items()}
 
 
-def overdue(state: State, now: float, out: Decisions) -> None:
+def overdue(state: ControlState, now: float, out: Decisions) -> None:
     """Count the devices as unusable whose former workers have not released them within ``Timeouts.device_s`` seconds.
 
     A device of a silent agent is not counted, because only the agent can report that the device is free.
@@ -103,7 +103,7 @@ def is_silent(agent: Agent, now: float, contact_s: float) -> bool:
     return now > agent.heard_at + contact_s
 
 
-def crowded(state: State) -> str:
+def crowded(state: ControlState) -> str:
     """Return why the nodes cannot serve the workers that a fresh start has assigned to them, or ""."""
     if state.phase != GATHERING or state.nodes_seen() < state.options.nodes:
         return ""

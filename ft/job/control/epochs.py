@@ -16,9 +16,9 @@ from ft.job.control.state import (
     REPAIRING,
     RESUMING,
     RUNNING,
+    ControlState,
     Decisions,
-    Recovery,
-    State,
+    RecoveryInProgress,
     Vacancy,
     Worker,
 )
@@ -27,7 +27,7 @@ MOST_FAILED_STARTS = 3
 """After so many standbys in a row that ended before they were ready, no further standby is started."""
 
 
-def vacate(state: State, worker: Worker, now: float) -> None:
+def vacate(state: ControlState, worker: Worker, now: float) -> None:
     """Forget a lost worker, and mark its seat as empty if it had one. ``now``: the present time, in seconds."""
     devices.hold(state, worker, now)
     state.workers.pop(worker.name, None)
@@ -37,10 +37,10 @@ def vacate(state: State, worker: Worker, now: float) -> None:
         state.vacant[worker.rank] = Vacancy(worker.name, worker.node, worker.local_rank)
 
 
-def close(state: State, now: float, reason: str, ranks: list[int], out: Decisions) -> None:
+def close(state: ControlState, now: float, reason: str, ranks: list[int], out: Decisions) -> None:
     """Close the epoch if it is open, and record the failed logical ranks in the recovery in progress."""
     if state.recovery is None:
-        state.recovery = Recovery(now, state.epoch, reason)
+        state.recovery = RecoveryInProgress(now, state.epoch, reason)
     state.recovery.ranks += [rank for rank in ranks if rank not in state.recovery.ranks]
     if state.phase not in EPOCH_OPEN:
         return
@@ -53,7 +53,7 @@ def close(state: State, now: float, reason: str, ranks: list[int], out: Decision
     state.enter(CLOSED, now)
 
 
-def advance(state: State, now: float, out: Decisions) -> None:
+def advance(state: ControlState, now: float, out: Decisions) -> None:
     """Go through as many phases as the received reports allow."""
     if state.phase == GATHERING and (why := devices.crowded(state)):
         ends.restart(state, now, why, out)
@@ -77,7 +77,7 @@ def advance(state: State, now: float, out: Decisions) -> None:
 # --- seats -----------------------------------------------------------------------------------------------------------
 
 
-def _open_fresh(state: State, now: float, out: Decisions) -> None:
+def _open_fresh(state: ControlState, now: float, out: Decisions) -> None:
     """Open the first epoch of a fresh start once every logical rank has a ready worker."""
     ready = {w.started_for: w for w in state.workers.values() if w.started_for is not None and w.ready and not w.left}
     if len(ready) < state.options.world_size or state.nodes_seen() < state.options.nodes:
@@ -89,7 +89,7 @@ def _open_fresh(state: State, now: float, out: Decisions) -> None:
     state.enter(RESUMING, now)
 
 
-def _fill(state: State, now: float, out: Decisions) -> None:
+def _fill(state: ControlState, now: float, out: Decisions) -> None:
     filling = membership.fill(state)
     if filling.impossible:
         ends.restart(state, now, filling.impossible, out)
@@ -112,7 +112,7 @@ def _fill(state: State, now: float, out: Decisions) -> None:
     state.enter(OPENED, now)
 
 
-def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decisions) -> None:
+def _open(state: ControlState, joiners: list[int], fresh: bool, reason: str, out: Decisions) -> None:
     state.epoch, state.fresh = state.epoch + 1, fresh
     seats = {}
     for rank, worker in state.by_rank().items():
@@ -126,7 +126,7 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)
 
 
-def _replenish(state: State, now: float, out: Decisions) -> None:
+def _replenish(state: ControlState, now: float, out: Decisions) -> None:
     """Order missing standbys, but only while training runs: their start must not compete with a start or a recovery."""
     if state.failed_starts >= MOST_FAILED_STARTS or not state.options.hot_swap:
         return
@@ -138,7 +138,7 @@ def _replenish(state: State, now: float, out: Decisions) -> None:
             state.spawning.setdefault(node, []).extend([now] * count)
 
 
-def _reserve(state: State, out: Decisions) -> None:
+def _reserve(state: ControlState, out: Decisions) -> None:
     """Tell new standbys how much memory a logical rank needs; the start of the others is over by now."""
     told = [worker for worker in state.standbys() if not worker.reserved]
     if not told or not any(state.footprint):
@@ -153,7 +153,7 @@ def _reserve(state: State, out: Decisions) -> None:
 # --- repair ----------------------------------------------------------------------------------------------------------
 
 
-def _order_repair(state: State, now: float, out: Decisions) -> None:
+def _order_repair(state: ControlState, now: float, out: Decisions) -> None:
     seated, under_way = state.seated(), state.recovering()
     if any(w.leaving_epoch >= 0 for w in seated):
         return
@@ -202,13 +202,13 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     state.enter(REPAIRING, now)
 
 
-def _live(state: State, step: int) -> list[int]:
+def _live(state: ControlState, step: int) -> list[int]:
     """Return the logical ranks whose models still have the weights of ``step``."""
     found = ((rank, w.release) for rank, w in state.by_rank().items() if not w.empty)
     return [rank for rank, release in found if release is not None and release.holdings.live == step]
 
 
-def _order_resume(state: State, now: float, out: Decisions) -> None:
+def _order_resume(state: ControlState, now: float, out: Decisions) -> None:
     reports = {rank: worker.repaired for rank, worker in state.by_rank().items() if worker.repaired is not None}
     epoch, repair = state.epoch, state.repair
     if repair is None or len(reports) < len(state.seats):
@@ -244,7 +244,7 @@ def _order_resume(state: State, now: float, out: Decisions) -> None:
     state.enter(RESUMING, now)
 
 
-def _begin_running(state: State, now: float, out: Decisions) -> None:
+def _begin_running(state: ControlState, now: float, out: Decisions) -> None:
     if any(w.resumed < state.epoch for w in state.seated()) or len(state.seats) < state.options.world_size:
         ends.finish_if_done(state, now, out)
         return

@@ -18,8 +18,8 @@ from ft.job.control.state import (
     REPAIRING,
     RESUMING,
     Agent,
+    ControlState,
     Decisions,
-    State,
     Suspicion,
     Worker,
 )
@@ -40,7 +40,7 @@ class Fault:
     dead: bool = False
 
 
-def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisions) -> None:
+def worker_exited(state: ControlState, now: float, report: m.WorkerExited, out: Decisions) -> None:
     """Handle the exit of a worker's process, which depends on whether the worker has a seat."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.left:
@@ -53,7 +53,7 @@ def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisio
         _standby_exit(state, now, worker, report.code, out)
 
 
-def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisions) -> None:
+def worker_silent(state: ControlState, now: float, report: m.WorkerSilent, out: Decisions) -> None:
     """Handle a worker that sends no heartbeats."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.left:
@@ -64,7 +64,7 @@ def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisio
     react(state, now, [Fault(worker, verdict.of_silence(report.silent_s, report.state))], out)
 
 
-def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisions) -> None:
+def worker_failed(state: ControlState, now: float, report: m.WorkerFailed, out: Decisions) -> None:
     """Handle the report of an exception in a worker."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.left:
@@ -88,7 +88,7 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
     react(state, now, [Fault(worker, found)], out, step=report.step)
 
 
-def _spoil(state: State, worker: Worker) -> None:
+def _spoil(state: ControlState, worker: Worker) -> None:
     """Record that the worker could not use its source for the step that was being restored."""
     recovery, repair = state.recovering(), state.repair
     assert repair is not None, "a step was being restored"
@@ -100,7 +100,7 @@ def _spoil(state: State, worker: Worker) -> None:
         recovery.unusable.setdefault(worker.rank, []).append(step)
 
 
-def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Decisions) -> None:
+def worker_suspects(state: ControlState, now: float, report: m.WorkerSuspects, out: Decisions) -> None:
     """Record the loss of a connection.
 
     Usually a report follows that the peer has died. The connection is blamed only if no such report arrives in time.
@@ -117,7 +117,7 @@ def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Dec
         out.add(f"{report.worker} lost a connection of group {report.group}; a death would be heard of soon")
 
 
-def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions) -> None:
+def lose_agent(state: ControlState, now: float, agent: Agent, why: str, out: Decisions) -> None:
     """Handle the loss of an agent: all workers of its node are lost together."""
     agent.gone = why
     state.spawning.pop(agent.node, None)
@@ -135,7 +135,7 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
     react(state, now, [Fault(worker, found, dead=True) for worker in here], out)
 
 
-def react(state: State, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
+def react(state: ControlState, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
     """Carry out the verdicts on one or several failures; the most severe action decides.
 
     ``step`` is the last committed step that the failed worker reported, or None if it reported none.
@@ -176,7 +176,7 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
 # --- exits -----------------------------------------------------------------------------------------------------------
 
 
-def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+def _seated_exit(state: ControlState, now: float, worker: Worker, code: int, out: Decisions) -> None:
     if code == 0 and state.phase in EPOCH_OPEN and not (worker.empty and not worker.done):
         worker.left, worker.left_at = True, now
         out.add(f"{worker.name} (logical rank {worker.rank}) has ended with code 0; the others have to end as well")
@@ -186,7 +186,7 @@ def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decis
     react(state, now, [Fault(worker, found, dead=True)], out)
 
 
-def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+def _early_exit(state: ControlState, now: float, worker: Worker, code: int, out: Decisions) -> None:
     """Handle the exit of a worker before the first epoch of a fresh start has opened."""
     if not state.attached:
         ends.plain_exit(state, now, worker, code, out)
@@ -198,7 +198,7 @@ def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisi
         react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
 
 
-def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+def _standby_exit(state: ControlState, now: float, worker: Worker, code: int, out: Decisions) -> None:
     epochs.vacate(state, worker, now)
     how = verdict.of_exit(code).reason
     out.add(f"standby {worker.name} {how}" + ("" if worker.ready else " before it was ready"))
@@ -215,7 +215,7 @@ def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Deci
 # --- the parts of a reaction -----------------------------------------------------------------------------------------
 
 
-def _spared(state: State, faults: list[Fault]) -> list[Fault]:
+def _spared(state: ControlState, faults: list[Fault]) -> list[Fault]:
     """Return the faults with verdicts that do not kill a worker together with all holders of the copy of its state.
 
     Such workers try again in place (RETRY): one that is only late can still hand its state on. If they do so in vain,
@@ -232,7 +232,7 @@ def _spared(state: State, faults: list[Fault]) -> list[Fault]:
     return [again(fault) if fault.worker.rank in doomed else fault for fault in faults]
 
 
-def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
+def _judge(state: ControlState, now: float, fault: Fault, at: int) -> Fault:
     """Return the fault with its verdict adjusted to earlier failures and to the options of the run."""
     worker, found = fault.worker, fault.verdict
     if worker.rank is None and state.phase != GATHERING:
@@ -250,7 +250,7 @@ def _rank_of(worker: Worker) -> int | None:
     return worker.rank if worker.rank is not None else worker.started_for
 
 
-def tell(state: State, fault: Fault, out: Decisions) -> None:
+def tell(state: ControlState, fault: Fault, out: Decisions) -> None:
     """Record the verdict on a failed worker."""
     worker, found = fault.worker, fault.verdict
     rank = _rank_of(worker)
@@ -270,7 +270,7 @@ def tell(state: State, fault: Fault, out: Decisions) -> None:
     )
 
 
-def remove(state: State, now: float, fault: Fault, out: Decisions) -> None:
+def remove(state: ControlState, now: float, fault: Fault, out: Decisions) -> None:
     """Remove a worker that a standby replaces. If its process still lives, kill it, so that it cannot come back."""
     worker, found = fault.worker, fault.verdict
     if found.action != REPLACE and worker.rank is not None:
@@ -287,7 +287,7 @@ def remove(state: State, now: float, fault: Fault, out: Decisions) -> None:
     out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, rank=worker.rank, reason=found.reason)
 
 
-def _remove_those_who_left(state: State, now: float, out: Decisions) -> None:
+def _remove_those_who_left(state: ControlState, now: float, out: Decisions) -> None:
     """Remove the workers that have exited with code 0: they cannot take part in the recovery, so their seats must
     be filled.
     """
@@ -297,7 +297,7 @@ def _remove_those_who_left(state: State, now: float, out: Decisions) -> None:
             remove(state, now, Fault(worker, verdict.of_exit(0), dead=True), out)
 
 
-def _verdicts(state: State, faults: list[Fault]) -> list[str]:
+def _verdicts(state: ControlState, faults: list[Fault]) -> list[str]:
     """Return, in words, the verdicts and which logical ranks were waiting in which operation."""
     found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
     waiting: dict[str, list[int]] = {}

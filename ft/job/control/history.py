@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.faults.health import Finding, informed
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SOFTWARE, STOP, Verdict, raised
-from ft.job.control.state import Decisions, Incident, Recovery, Return, State, Worker
+from ft.job.control.state import ControlState, Decisions, Incident, RecoveryInProgress, Return, Worker
 
 WINDOW_S, WINDOW_STEPS = 60.0, 10
 """Failures of one logical rank that are closer in time, or in steps, than this count as repetitions."""
@@ -51,7 +51,7 @@ def weigh(history: list[Incident], now: float, rank: int | None, step: int, foun
     return found
 
 
-def returned(before: list[Return], step: int, recovery: Recovery, fired: int) -> list[Return]:
+def returned(before: list[Return], step: int, recovery: RecoveryInProgress, fired: int) -> list[Return]:
     """Return the list of rollbacks to ``step`` without a new failure in between; the last entry is this rollback.
 
     The list ``before`` is continued only if training stopped after the same step, nothing has died or raised an error
@@ -90,7 +90,7 @@ FRESH_S = 300.0
 _NAMES = {each.name for each in fields(Finding)} - {"when"}
 
 
-def record_finding(state: State, now: float, detail: dict[str, Any], out: Decisions) -> None:
+def record_finding(state: ControlState, now: float, detail: dict[str, Any], out: Decisions) -> None:
     """Record a finding: the event ``events.HEALTH_FOUND`` as the agent has reported it."""
     agent = state.agents.get(str(detail.get("node")))
     out.add(f"observed: {events.HEALTH_FOUND}").note(events.HEALTH_FOUND, **detail)
@@ -105,7 +105,7 @@ def record_finding(state: State, now: float, detail: dict[str, Any], out: Decisi
         out.add(f"{agent.node} gets no further workers: {found.reason}")
 
 
-def weigh_findings(state: State, now: float, worker: Worker, guess: Verdict) -> Verdict:
+def weigh_findings(state: ControlState, now: float, worker: Worker, guess: Verdict) -> Verdict:
     """Return the verdict on a failed worker in the light of what its own node has found, as ``informed`` does."""
     agent = state.agents.get(worker.node)
     if agent is None or not agent.evidence:

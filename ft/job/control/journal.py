@@ -27,7 +27,7 @@ from ft.base import bounded_json
 from ft.base.events import Note
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
-from ft.job.control.state import Decision, Options, State
+from ft.job.control.state import ControlOptions, ControlState, RecordedDecision
 from ft.job.messages import AgentBeat, from_values, to_values
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 from ft.platform import shared_state
@@ -49,7 +49,9 @@ class Journal:
         memory: the content of the log when the run continues.
     """
 
-    def __init__(self, path: Path, options: Options | None, term: int = 0, memory: "Memory | None" = None):
+    def __init__(
+        self, path: Path, options: ControlOptions | None, term: int = 0, memory: "JournalContent | None" = None
+    ):
         self._log = shared_state.of(path.parent).log(path.name)
         self._term = term
         self._orders = 0 if memory is None else memory.record.first + len(memory.record.orders)
@@ -59,7 +61,7 @@ class Journal:
             begins = {"known": self._log.size, "options": to_json(options)}
         self._write({"wall": time.time(), **begins})
 
-    def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
+    def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[RecordedDecision]) -> None:
         """Record one call ``decide(state, now, posted.report)`` and the decisions that it returned.
 
         ``posted`` is None if the call was about the passing of time; ``wall`` is ``now`` in seconds since 1970.
@@ -97,7 +99,7 @@ class Journal:
 
 
 @dataclass
-class Memory:
+class JournalContent:
     """The content of a journal.
 
     Attributes:
@@ -110,7 +112,7 @@ class Memory:
         damaged: number of lines that are no valid entries.
     """
 
-    state: State
+    state: ControlState
     record: Record = field(default_factory=Record)
     notes: list[Note] = field(default_factory=list)
     now: float = 0.0
@@ -119,7 +121,7 @@ class Memory:
     damaged: int = 0
 
 
-def recall(path: Path) -> Memory:
+def recall(path: Path) -> JournalContent:
     """Return what the last control plane of this run knew and had sent when it wrote the last complete line.
 
     Raises:
@@ -130,7 +132,7 @@ def recall(path: Path) -> Memory:
     begins = [i for i, entry in enumerate(entries) if "options" in entry]
     if not begins:
         raise ValueError(f"{path} is no journal: nowhere does it begin with the run's options")
-    memory = Memory(State.begin(entries[begins[-1]]["options"]), bytes=len(data), damaged=damaged)
+    memory = JournalContent(ControlState.begin(entries[begins[-1]]["options"]), bytes=len(data), damaged=damaged)
     orders: deque[Any] = deque(maxlen=KEPT_ORDERS)
     taken: dict[str, int] = {}
     count = 0
@@ -202,7 +204,7 @@ def _entry(values: Any) -> dict[str, Any]:
     if "number" in entry and not isinstance(entry.get("node"), str):
         raise ValueError("no entry: a report of nobody")
     if "options" in entry:
-        entry["options"] = from_json(Options, entry["options"])
+        entry["options"] = from_json(ControlOptions, entry["options"])
     if "now" in entry and "report" not in entry:
         raise ValueError("no entry: neither a report nor none")
     decisions = from_json(list[dict[str, Any]], entry.get("decisions", []))

@@ -20,7 +20,7 @@ _BEATS = 10
 
 
 @dataclass(frozen=True)
-class View:
+class WorkerView:
     """The data that the control plane has about one worker that holds a logical rank.
 
     Attributes:
@@ -67,7 +67,7 @@ class Culprit:
     limit_s: float
 
 
-def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
+def stalled(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit]:
     """Return the workers that delay the others: not in communication for longer than a step can take, while others are.
 
     A worker waits if it is in a communication operation, or is done and waits for the end of the others.
@@ -86,7 +86,7 @@ def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
     return found
 
 
-def at_a_standstill(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
+def at_a_standstill(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit]:
     """Return all workers that are not done if all of them wait, for longer than one slow worker could cause."""
     waiting = {worker: view for worker, view in views.items() if not view.done}
     if not waiting or not all(view.waits(timeouts) for view in waiting.values()):
@@ -98,7 +98,7 @@ def at_a_standstill(views: Mapping[str, View], timeouts: Timeouts) -> list[Culpr
     return [Culprit(worker, view.beat.where, view.since_s, limit) for worker, view in waiting.items()]
 
 
-def endless(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
+def endless(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit]:
     """Return the workers whose step has lasted longer than any step can, whether or not others wait for them.
 
     Workers that wait are left out: those that they wait for are at fault. This finds a hang that delays no other worker
@@ -115,13 +115,13 @@ def endless(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
     return found
 
 
-def quiet_s(views: Mapping[str, View], timeouts: Timeouts) -> float:
+def quiet_s(views: Mapping[str, WorkerView], timeouts: Timeouts) -> float:
     """Return for how many seconds no worker has gotten anywhere: none has ended an operation or begun a step.
 
     A worker that works on an evaluation or a save gets somewhere for ``start_s`` seconds.
     """
 
-    def of(view: View) -> float:
+    def of(view: WorkerView) -> float:
         works = view.beat.doing == "aside" and view.beat.where in ASIDE and view.since_s <= timeouts.start_s
         return 0.0 if works else view.since_s
 
@@ -137,7 +137,7 @@ def lost_agents(now: float, heard_at: Mapping[str, float], timeouts: Timeouts) -
     return sorted(quiet.items()) if len(quiet) < len(heard_at) else []
 
 
-def _limit(view: View, timeouts: Timeouts) -> float:
+def _limit(view: WorkerView, timeouts: Timeouts) -> float:
     # "aside" includes checkpoint saves, whose duration does not depend on the step time.
     if view.beat.doing in ("idle", "aside") or view.beat.step_s is None:
         return timeouts.start_s

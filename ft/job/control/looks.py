@@ -20,7 +20,7 @@ from ft.faults.hang.format import Who
 from ft.faults.hang.look import Look
 from ft.faults.hang.series import over_time
 from ft.job import messages as m
-from ft.job.control.state import Decisions, State
+from ft.job.control.state import ControlState, Decisions
 from ft.record import looks
 
 AT_WORK = (BUSY, DEAD_, STOPPED_)
@@ -32,7 +32,7 @@ _AGAIN_S = 5.0
 """Seconds within which no second look at the same epoch is taken by itself."""
 
 
-def order(state: State, now: float, why: str, out: Decisions, *, asked: bool = False) -> None:
+def order(state: ControlState, now: float, why: str, out: Decisions, *, asked: bool = False) -> None:
     """Order a look, unless one was taken just before; what a person has asked for (``asked``) is always ordered."""
     is_recent = state.looked_in == state.epoch and now - state.looked_at < _AGAIN_S
     if not state.seats or (is_recent and not asked):
@@ -44,7 +44,7 @@ def order(state: State, now: float, why: str, out: Decisions, *, asked: bool = F
     out.note(events.LOOKED, epoch=max(state.epoch, 0), step=state.newest_step(), number=state.looks, reason=why)
 
 
-def wanted(state: State, now: float, report: m.LookWanted, out: Decisions) -> None:
+def wanted(state: ControlState, now: float, report: m.LookWanted, out: Decisions) -> None:
     """Handle a person's wish for a look."""
     if state.attached and state.seats:
         order(state, now, report.why, out, asked=True)
@@ -55,24 +55,24 @@ def wanted(state: State, now: float, report: m.LookWanted, out: Decisions) -> No
 # --- what follows from a look ----------------------------------------------------------------------------------------
 
 
-def taken(state: State, now: float, report: m.LookTaken, out: Decisions) -> None:
+def taken(state: ControlState, now: float, report: m.LookTaken, out: Decisions) -> None:
     """Record that a node has answered a look; ``ft.job.control.looks`` has its answer."""
     out.add(f"{report.node} has answered look {report.number}")
 
 
-def judged(state: State, now: float, report: m.HangJudged, out: Decisions) -> None:
+def judged(state: ControlState, now: float, report: m.HangJudged, out: Decisions) -> None:
     """Store what a look says of a hang."""
     state.judged = report
     out.add(f"look {report.number}: " + (report.causes[0].why if report.causes else "nobody is at fault"))
 
 
-def is_awaited(state: State, now: float) -> bool:
+def is_awaited(state: ControlState, now: float) -> bool:
     """Return whether what the last look says is not known yet, and worth waiting for."""
     is_open = state.looked_in == state.epoch and now - state.looked_at <= state.options.timeouts.look_s
     return is_open and finding(state) is None
 
 
-def finding(state: State) -> m.HangJudged | None:
+def finding(state: ControlState) -> m.HangJudged | None:
     """Return what the last look at the present epoch says of a hang, None if nothing is known."""
     found = state.judged
     is_last = found is not None and found.number == state.looks and state.looked_in == state.epoch
@@ -102,7 +102,7 @@ class Answers:
         self._said: dict[str, Mapping[str, Any]] = {}
         self._found: queue.SimpleQueue[m.HangJudged] = queue.SimpleQueue()
 
-    def take(self, state: State, report: m.LookTaken) -> None:
+    def take(self, state: ControlState, report: m.LookTaken) -> None:
         """Take a node's answer. When all nodes with seats have answered the last look, the search begins."""
         if report.number != state.looks:
             return

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ft.job.control import devices
-from ft.job.control.state import Agent, State, Vacancy, Worker
+from ft.job.control.state import Agent, ControlState, Vacancy, Worker
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Filling:
     impossible: str = ""
 
 
-def fill(state: State) -> Filling:
+def fill(state: ControlState) -> Filling:
     """Assign the empty seats to ready standbys.
 
     Only standbys come into question whose node has a free device. The order of preference is: standbys on nodes that
@@ -59,7 +59,7 @@ def fill(state: State) -> Filling:
     return filling
 
 
-def replenish(state: State) -> dict[str, int]:
+def replenish(state: ControlState) -> dict[str, int]:
     """Return node -> number of standbys to start there, in place of those that were used or have died.
 
     Nodes that are lost or suspected to be faulty get none.
@@ -106,12 +106,12 @@ def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[in
     return ranks
 
 
-def _distance(state: State, worker: Worker, vacancy: Vacancy) -> tuple[bool, bool]:
+def _distance(state: ControlState, worker: Worker, vacancy: Vacancy) -> tuple[bool, bool]:
     agent = state.agents[worker.node]
     return bool(agent.suspect), worker.node != vacancy.node
 
 
-def _why(state: State, worker: Worker, vacancy: Vacancy) -> str:
+def _why(state: ControlState, worker: Worker, vacancy: Vacancy) -> str:
     suspect = state.agents[worker.node].suspect
     if suspect:
         return f"its node is suspect, but no other has a standby: {suspect}"
@@ -121,7 +121,7 @@ def _why(state: State, worker: Worker, vacancy: Vacancy) -> str:
     return f"another node, because {why}" if why else "another node, no standby is ready on that of the lost worker"
 
 
-def _spawn_for(state: State, filling: Filling, ready: list[Worker], used: Counter[str]) -> None:
+def _spawn_for(state: ControlState, filling: Filling, ready: list[Worker], used: Counter[str]) -> None:
     """Order the workers that are missing for the empty seats, in addition to those that are there or are starting.
 
     Nodes without a suspicion are preferred. A worker counts only if its node has a device for it, or is about to have.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from ft.job.control import repairs
 from ft.job.control.membership import place_ranks
-from ft.job.control.state import GridPosition, State, Worker
+from ft.job.control.state import ControlState, GridPosition, Worker
 from ft.job.messages import Holdings, Neighbours, Source
 
 IN_PLACE, STANDBY, COPY, REPLICA = "in place", "standby", "copy elsewhere", "another replica"
@@ -128,7 +128,7 @@ LAST_RESORT = "what is left is the last persistent checkpoint"
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """The training state in the host memory of the live workers.
 
     A snapshot is one rank's state at a committed step; a peer copy is the copy of it that a data-parallel peer holds.
@@ -192,7 +192,7 @@ class RecoveryPlan:
     teller: int | None = None
 
 
-def plan_from_memory(memory: Memory, stages: Stages) -> RecoveryPlan:
+def plan_from_memory(memory: HostMemory, stages: Stages) -> RecoveryPlan:
     """Return the first source of state that is possible.
 
     Copies of an earlier step are preferred to a rebuild at a later step, because they cost only the repeated steps.
@@ -221,7 +221,7 @@ def plan_from_memory(memory: Memory, stages: Stages) -> RecoveryPlan:
     return RecoveryPlan(CHECKPOINT, None, f"{lost}; {AGAINST}: {against}; {LAST_RESORT}")
 
 
-def plan_fetch(memory: Memory, why: str) -> RecoveryPlan | None:
+def plan_fetch(memory: HostMemory, why: str) -> RecoveryPlan | None:
     """Return the plan that all ranks fetch their state from another replica, which none of them is asked for here.
 
     Until then, all ranks need the same position. It is that of the newest sound snapshot that a worker has of its own.
@@ -239,7 +239,7 @@ def plan_fetch(memory: Memory, why: str) -> RecoveryPlan | None:
     return RecoveryPlan(REPLICA, step, f"{why}; this replica takes the state of another one", teller=-teller)
 
 
-def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> RecoveryPlan:
+def _rebuild(step: int, memory: HostMemory, stages: Stages, *, again: bool) -> RecoveryPlan:
     """Plan to rebuild lost stages with CheckFree at ``step``, or to load the checkpoint, with the reason for that.
 
     ``again``: whether stages that were already rebuilt at this step are rebuilt again.
@@ -269,7 +269,7 @@ def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Recov
     return RecoveryPlan(CHECKFREE, step, reason, kept, rebuilt, lent)
 
 
-def _lenders(step: int, lacking: Collection[int], memory: Memory, stages: Stages) -> dict[int, int]:
+def _lenders(step: int, lacking: Collection[int], memory: HostMemory, stages: Stages) -> dict[int, int]:
     """Return logical rank -> a data-parallel peer whose live model has the weights of ``step``, for ``lacking`` ranks.
 
     The peer restores its own snapshot, so its model is not written before the weights are sent.
@@ -420,7 +420,7 @@ class Situation:
     """
 
     step: int
-    memory: Memory
+    memory: HostMemory
     stages: Stages = field(default_factory=Stages)
     seats: Seats = field(default_factory=Seats)
     others: Others = field(default_factory=Others)
@@ -429,7 +429,7 @@ class Situation:
     barred: str = ""
     unverified: Collection[Snapshot] = ()
 
-    def verified(self) -> Memory:
+    def verified(self) -> HostMemory:
         """Return the memory without the snapshots that are not verified."""
         if not self.unverified:
             return self.memory
@@ -444,13 +444,13 @@ class Situation:
         return replace(self.memory, holdings=kept)
 
 
-def of_memory(state: State) -> Situation:
+def of_memory(state: ControlState) -> Situation:
     """Return the situation of a recovery in which every seat has a worker, and every survivor has reported what it
     holds.
     """
     recovery = state.recovery
     assert recovery is not None
-    memory = Memory(
+    memory = HostMemory(
         list(state.seats),
         {w.rank: held for w in state.seated() if w.rank is not None and (held := _held(w)) is not None},
         state.dp_peers,
@@ -479,18 +479,18 @@ def _held(worker: Worker) -> Holdings | None:
     return worker.arrived.holdings if worker.arrived is not None and worker.arrived.holdings != Holdings() else None
 
 
-def without_memory(state: State, why: str) -> Situation:
+def without_memory(state: ControlState, why: str) -> Situation:
     """Return the situation in which nothing in memory may be used; ``why``: the reason, for people."""
-    memory = Memory(range(state.options.world_size), {}, {})
+    memory = HostMemory(range(state.options.world_size), {}, {})
     return Situation(state.newest_step(), memory, others=_others(state), restarts=_restarts(state), barred=why)
 
 
-def _others(state: State) -> Others:
+def _others(state: ControlState) -> Others:
     options = state.options
     return Others(options.replicas, reorders=options.reorders, are_unknown=options.replicas > 1)
 
 
-def _restarts(state: State) -> Restarts:
+def _restarts(state: ControlState) -> Restarts:
     options = state.options
     has_room = place_ranks(state.agents.values(), options.world_size) is not None
     return Restarts(options.max_restarts, state.restarts, options.world_size, has_room)
@@ -605,7 +605,7 @@ def _from_copies(situation: Situation, seats: str, plan: RecoveryPlan, refused: 
     return Offer(rung, plan.reason, Lost(steps=_since(situation, plan)), waits(seats), plan)
 
 
-def _pooled(memory: Memory, situation: Situation) -> Memory:
+def _pooled(memory: HostMemory, situation: Situation) -> HostMemory:
     """Return the memory as if each rank had every state of it that this replica or another one has a source of."""
     there = situation.others.holdings.values()
     own = {rank: {step for held in there for step in held.get(rank, ())} for rank in memory.ranks}
@@ -617,7 +617,7 @@ def _pooled(memory: Memory, situation: Situation) -> Memory:
     return replace(memory, holdings={rank: Holdings(sorted(own[rank]), live=live.get(rank)) for rank in own})
 
 
-def _fetching(plan: RecoveryPlan, memory: Memory, situation: Situation) -> tuple[RecoveryPlan, dict[int, int]]:
+def _fetching(plan: RecoveryPlan, memory: HostMemory, situation: Situation) -> tuple[RecoveryPlan, dict[int, int]]:
     """Return the plan with sources inside this replica wherever it has them, and rank -> replica for all others."""
     if plan.step is None:
         return plan, {}

@@ -6,23 +6,23 @@ from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
 from ft.job.control import recovery
 from ft.job.control.membership import place_ranks
-from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, Decisions, State, Worker
+from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, ControlState, Decisions, Worker
 
 
-def finish_if_done(state: State, now: float, out: Decisions) -> None:
+def finish_if_done(state: ControlState, now: float, out: Decisions) -> None:
     """End the run successfully if an epoch is open and each logical rank's worker is done or has exited with code 0."""
     seated = state.seated()
     if state.phase in EPOCH_OPEN and len(seated) == state.options.world_size and all(w.done or w.left for w in seated):
         _finish(state, now, "all workers are done", out)
 
 
-def stop(state: State, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
+def stop(state: ControlState, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
     """End the run with exit code ``code``; ``message`` is for the user, ``why`` for the journal if it differs."""
     _end(state, now, m.Stop(code, message), why or message, out)
     out.note(events.STOPPED, code=code, message=message)
 
 
-def restart(state: State, now: float, reason: str, out: Decisions) -> None:
+def restart(state: ControlState, now: float, reason: str, out: Decisions) -> None:
     """Order a warm restart from the last persistent checkpoint, or end the run if no further restart is possible.
 
     This is the last resort if the run cannot be recovered from the snapshots in memory (the "external fallback" of the
@@ -31,7 +31,7 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     descend(state, now, recovery.decide(recovery.without_memory(state, reason)), out)
 
 
-def descend(state: State, now: float, found: recovery.Decision, out: Decisions) -> None:
+def descend(state: ControlState, now: float, found: recovery.Decision, out: Decisions) -> None:
     """Carry out a decision of the ladder that gives up the state in memory: all workers start anew, or the run ends."""
     ranks = place_ranks(state.agents.values(), state.options.world_size)
     if found.rung == recovery.END or ranks is None:
@@ -53,7 +53,7 @@ def descend(state: State, now: float, found: recovery.Decision, out: Decisions) 
     state.enter(GATHERING, now)
 
 
-def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisions) -> None:
+def agent_left(state: ControlState, now: float, agent: Agent, signum: int, out: Decisions) -> None:
     """Handle an agent that received a termination signal: its workers end on purpose, and the run ends with them."""
     agent.gone = f"ended by {signal_name(signum)}"
     message = f"the agent of {state.named(agent)} was told to end by {signal_name(signum)}"
@@ -64,14 +64,14 @@ def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisio
     stop(state, now, 128 + signum, message, out)
 
 
-def told_to_end(state: State, now: float, report: m.EndWanted, out: Decisions) -> None:
+def told_to_end(state: ControlState, now: float, report: m.EndWanted, out: Decisions) -> None:
     """Record that an agent was told to end the run: its workers save and end, as long as they get anywhere."""
     out.add(f"the agent of {report.node} was told to end the run by {signal_name(report.signum)}")
     if state.told_at is None:
         state.told_at, state.told_by = now, (report.node, report.signum)
 
 
-def give_up(state: State, now: float, quiet_s: float, out: Decisions) -> None:
+def give_up(state: ControlState, now: float, quiet_s: float, out: Decisions) -> None:
     """End a run that was told to end and stands still; ``quiet_s``: since when, in seconds."""
     node, signum = state.told_by
     told = f"{signal_name(signum)} has told {node} to end the run, and it stands still"
@@ -83,7 +83,7 @@ def give_up(state: State, now: float, quiet_s: float, out: Decisions) -> None:
     stop(state, now, 128 + signum, told, out)
 
 
-def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
+def plain_exit(state: ControlState, now: float, worker: Worker, code: int, out: Decisions) -> None:
     """Handle the exit of a worker whose script takes no part in recoveries: the run follows torchrun's rules."""
     if code in (ENDED_EARLY, NOT_SAVED):
         early = "a signal" if code == ENDED_EARLY else ""
@@ -99,7 +99,7 @@ def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisio
     finish_if_all_left(state, now, out)
 
 
-def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
+def finish_if_all_left(state: ControlState, now: float, out: Decisions) -> None:
     """End the run as its workers say if, before the first epoch has opened, those of all logical ranks have exited with
     the code of a planned end.
     """
@@ -108,7 +108,7 @@ def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
         _finish(state, now, "all workers have ended as planned", out)
 
 
-def _finish(state: State, now: float, reason: str, out: Decisions) -> None:
+def _finish(state: ControlState, now: float, reason: str, out: Decisions) -> None:
     """End the run successfully.
 
     A run with planned faults fails instead if it was never protected, because then no fault could be injected.
@@ -124,7 +124,7 @@ def _finish(state: State, now: float, reason: str, out: Decisions) -> None:
     _finish_as(state, now, reason, out)
 
 
-def _finish_as(state: State, now: float, reason: str, out: Decisions) -> None:
+def _finish_as(state: ControlState, now: float, reason: str, out: Decisions) -> None:
     """End the run as its workers say that it has ended: finished, ended early by a signal, or not saved."""
     said = [worker.end for worker in state.workers.values() if worker.end is not None]
     early, unsaved = (next(filter(None, (getattr(end, name) for end in said)), "") for name in ("early", "unsaved"))
@@ -135,7 +135,7 @@ def _finish_as(state: State, now: float, reason: str, out: Decisions) -> None:
     out.note(events.FINISHED, step=state.newest_step(), **detail)
 
 
-def finish_unsaved(state: State, now: float, reason: str, out: Decisions) -> None:
+def finish_unsaved(state: ControlState, now: float, reason: str, out: Decisions) -> None:
     """End the run, whose last checkpoint a worker cannot save. The others may wait for that worker, so all are killed.
 
     ``reason`` is why it cannot be saved.
@@ -144,7 +144,7 @@ def finish_unsaved(state: State, now: float, reason: str, out: Decisions) -> Non
     out.note(events.FINISHED, step=state.newest_step(), unsaved=reason)
 
 
-def _end(state: State, now: float, order: m.Finish | m.Stop, reason: str, out: Decisions) -> None:
+def _end(state: ControlState, now: float, order: m.Finish | m.Stop, reason: str, out: Decisions) -> None:
     state.step = state.newest_step()
     out.add(reason, order)
     state.enter(ENDED, now)

@@ -22,9 +22,9 @@ from ft.base.events import Note
 from ft.job.control import stragglers
 from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
-from ft.job.control.journal import Journal, Memory, lives, recall
+from ft.job.control.journal import Journal, JournalContent, lives, recall
 from ft.job.control.looks import Answers
-from ft.job.control.state import ENDED, Options, State, Worker
+from ft.job.control.state import ENDED, ControlOptions, ControlState, Worker
 from ft.job.control.stragglers import PaceBook
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes
@@ -73,7 +73,7 @@ class PartitionDetector:
             self.yields, self._until, self._missed = False, None, quiet
 
 
-def status_values(state: State) -> dict[str, Any]:
+def status_values(state: ControlState) -> dict[str, Any]:
     """Return the status as JSON values.
 
     Keys that need an explanation: ``seats``: logical rank -> the worker that holds it, with its last heartbeat.
@@ -108,7 +108,7 @@ def status_values(state: State) -> dict[str, Any]:
     }
 
 
-def _member(state: State, worker: Worker) -> dict[str, Any]:
+def _member(state: ControlState, worker: Worker) -> dict[str, Any]:
     beat = state.beat(worker)
     found = {"worker": worker.name, "node": worker.node, "pid": worker.pid}
     return {**found, "beat": asdict(beat)} if beat is not None else found
@@ -134,7 +134,9 @@ class Sidecar:
         standing: lease record of this process.
     """
 
-    def __init__(self, folder: Path, channel: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
+    def __init__(
+        self, folder: Path, channel: ControlChannel, begins: ControlOptions | JournalContent, standing: LeaseRecord
+    ):
         self._folder, self._channel, self._standing = folder, channel, standing
         self._events = events.EventLog(folder / "events.jsonl")
         self._paces, self._answers = PaceBook(folder / STEP_TIMES), Answers(folder)
@@ -142,11 +144,11 @@ class Sidecar:
         self._taken: dict[str, int] = {}
         self._left: set[str] = set()
         self._ended_at: float | None = None
-        options = begins if isinstance(begins, Options) else begins.state.options
+        options = begins if isinstance(begins, ControlOptions) else begins.state.options
         self._partition = PartitionDetector(options.timeouts)
         self._pauses = OwnPauses(options.timeouts.lease_beat_s)
-        if isinstance(begins, Options):
-            self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
+        if isinstance(begins, ControlOptions):
+            self._memory, self._state, self._ahead = None, ControlState.begin(begins), 0.0
             self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
         else:
             # The clock continues where that of the previous control plane stopped, perhaps on another host.
@@ -264,7 +266,7 @@ class Sidecar:
             except (ValueError, TypeError) as error:  # a worker sent an invalid event: no reason to end the run
                 self._journal.remark(f"no event: {error}", event=note.name)
 
-    def _unwritten(self, memory: Memory) -> list[Note]:
+    def _unwritten(self, memory: JournalContent) -> list[Note]:
         """Return the events of the last decisions that the previous control plane did not write before it died."""
         written = events.read(self._folder / "events.jsonl")[-_NEWEST_EVENTS:]
         known = {(event.name, event.wall) for event in written}
@@ -296,14 +298,14 @@ def _without_times(posted: Posted | None) -> tuple[Posted | None, list[StepTimes
     return replace(posted, report=replace(posted.report, step_times=[])), posted.report.step_times
 
 
-def parse_options(text: str) -> Options:
+def parse_options(text: str) -> ControlOptions:
     """Return the options that the JSON text of the command line describes.
 
     Raises:
         UserError: the text is no JSON object, lacks the world size, or has inconsistent timeouts.
     """
     try:
-        options: Options = from_json(Options, {"nodes": 1, **bounded_json.loads(text)})
+        options: ControlOptions = from_json(ControlOptions, {"nodes": 1, **bounded_json.loads(text)})
         options.timeouts.check()
         return options
     except (ValueError, TypeError, BadMessage) as error:
@@ -313,7 +315,7 @@ def parse_options(text: str) -> Options:
         ) from error
 
 
-def begin(folder: Path, options: Options) -> Options | Memory:
+def begin(folder: Path, options: ControlOptions) -> ControlOptions | JournalContent:
     """Return the content of the run's journal if it belongs to this life of the run, else ``options``.
 
     A life of the run begins when a control plane starts without the journal of its predecessor.
@@ -342,7 +344,7 @@ def main(argv: list[str] | None = None) -> None:
     processes.die_with_parent(signal.SIGKILL)
     try:
         begins = begin(given.run_dir, parse_options(given.options))
-        options = begins if isinstance(begins, Options) else begins.state.options
+        options = begins if isinstance(begins, ControlOptions) else begins.state.options
         secret = token.find(given.run_dir, _TOKEN_S)
         channel = ControlChannel(given.where, secret)
     except UserError as error:

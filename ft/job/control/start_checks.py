@@ -11,7 +11,7 @@ from ft.base import events
 from ft.faults.verdict import USER_CODE
 from ft.job import messages as m
 from ft.job.control import run_ends as ends
-from ft.job.control.state import GATHERING, Agent, Decisions, State
+from ft.job.control.state import GATHERING, Agent, ControlState, Decisions
 
 NOTICE_S = 20.0
 """Seconds after the first agent's arrival at which the user is told which agents are missing."""
@@ -21,7 +21,7 @@ OUTPUT = "folder of "
 _UNSET = "not set"
 
 
-def agent_joined(state: State, now: float, agent: Agent, is_complete: bool, out: Decisions) -> None:
+def agent_joined(state: ControlState, now: float, agent: Agent, is_complete: bool, out: Decisions) -> None:
     """Compare an agent that has joined with those before it. Once all have joined (``is_complete``), have all agents
     connect to each other.
     """
@@ -70,7 +70,7 @@ def paths_differ(earlier: m.AgentJoined, later: m.AgentJoined) -> list[str]:
     return found
 
 
-def peer_unreached(state: State, now: float, report: m.PeerUnreached, out: Decisions) -> None:
+def peer_unreached(state: ControlState, now: float, report: m.PeerUnreached, out: Decisions) -> None:
     """End a run before its first step if one of its nodes cannot connect to another one."""
     agent, peer = state.agents.get(report.node), state.agents.get(report.peer)
     if agent is None or peer is None or peer.gone or agent.gone or not _is_starting(state):
@@ -94,7 +94,7 @@ def unreached(agent: m.AgentJoined, peer: m.AgentJoined, address: str, problem: 
     )
 
 
-def node_refused(state: State, now: float, report: m.NodeRefused, out: Decisions) -> None:
+def node_refused(state: ControlState, now: float, report: m.NodeRefused, out: Decisions) -> None:
     """End a run before its first step if a node has found that it can never take part."""
     if state.checked or not _is_starting(state):
         out.add(f"ignored: {report.node} could not take part: {report.reason}")
@@ -102,7 +102,7 @@ def node_refused(state: State, now: float, report: m.NodeRefused, out: Decisions
     _refuse(state, now, [f"{report.node}: {report.reason}"], out)
 
 
-def notice(state: State, now: float, out: Decisions) -> None:
+def notice(state: ControlState, now: float, out: Decisions) -> None:
     """Tell the user once which agents are missing, long before the run gives them up: they may still be starting."""
     if state.noticed or not state.agents or state.phase != GATHERING or now <= state.since + NOTICE_S:
         return
@@ -139,11 +139,11 @@ def _twice(agents: Sequence[Agent]) -> str:
     return "".join(lines)
 
 
-def _is_starting(state: State) -> bool:
+def _is_starting(state: ControlState) -> bool:
     return not state.protected and not state.restarts
 
 
-def _refuse(state: State, now: float, problems: list[str], out: Decisions) -> None:
+def _refuse(state: ControlState, now: float, problems: list[str], out: Decisions) -> None:
     ends.stop(state, now, USER_CODE, "the nodes do not fit together:\n" + "\n".join(problems), out)
     out.note(events.START_REFUSED, problems=problems)
 

@@ -44,7 +44,7 @@ EPOCH_OPEN = (OPENED, REPAIRING, RESUMING, RUNNING)
 
 
 @dataclass(frozen=True)
-class Options:
+class ControlOptions:
     """The configuration of a run.
 
     Attributes:
@@ -247,7 +247,7 @@ class Return:
 
 
 @dataclass
-class Recovery:
+class RecoveryInProgress:
     """The recovery in progress.
 
     Attributes:
@@ -278,7 +278,7 @@ class Recovery:
 
 
 @dataclass
-class State:
+class ControlState:
     """The whole state of the control plane.
 
     Attributes:
@@ -334,7 +334,7 @@ class State:
         told_by: that agent's node and the number of the signal.
     """
 
-    options: Options
+    options: ControlOptions
     phase: str = GATHERING
     since: float = 0.0
     epoch: int = -1
@@ -367,7 +367,7 @@ class State:
     history: list[Incident] = field(default_factory=list)
     repair: Repair | None = None
     kept: int = 0
-    recovery: Recovery | None = None
+    recovery: RecoveryInProgress | None = None
     returns: list[Return] = field(default_factory=list)
     last_recovery: dict[str, str | int | float] = field(default_factory=dict)
     looks: int = 0
@@ -382,7 +382,7 @@ class State:
     told_by: tuple[str, int] = ("", 0)
 
     @classmethod
-    def begin(cls, options: Options) -> "State":
+    def begin(cls, options: ControlOptions) -> "ControlState":
         """Return the state before any report was received."""
         return cls(options, restarts=options.restarts)
 
@@ -406,7 +406,7 @@ class State:
         """Return logical rank -> worker that holds it, ordered by logical rank."""
         return {rank: self.workers[self.seats[rank]] for rank in sorted(self.seats)}
 
-    def recovering(self) -> Recovery:
+    def recovering(self) -> RecoveryInProgress:
         """Return the recovery that is under way, since an epoch was closed."""
         assert self.recovery is not None, "no epoch was closed"
         return self.recovery
@@ -440,7 +440,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RecordedDecision:
     """One decision of the control plane.
 
     A decision without orders is recorded in the journal too, for example that a report was ignored, and why.
@@ -456,12 +456,12 @@ class Decision:
     events: list[Note] = field(default_factory=list)
 
 
-class Decisions(list[Decision]):
+class Decisions(list[RecordedDecision]):
     """The decisions of one call of ``decide``, in order."""
 
     def add(self, reason: str, *orders: Any) -> "Decisions":
         """Append a decision and return the list for chaining; ``note`` adds events to this decision."""
-        self.append(Decision(reason, list(orders)))
+        self.append(RecordedDecision(reason, list(orders)))
         return self
 
     def note(self, name: str, **values: Any) -> "Decisions":

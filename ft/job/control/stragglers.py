@@ -27,7 +27,7 @@ from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.control import devices
 from ft.job.control.failures import Fault, react
-from ft.job.control.state import RUNNING, Decisions, State, Vacancy, Worker
+from ft.job.control.state import RUNNING, ControlState, Decisions, Vacancy, Worker
 from ft.job.messages import PaceJudged, StepTimes
 from ft.record.metrics import Span, as_line
 
@@ -111,12 +111,12 @@ PAUSE_STEPS = 200
 """After a straggler was replaced, none is replaced for so many steps: a cause that stays does not use up standbys."""
 
 
-def present(state: State) -> dict[int, PaceJudged]:
+def present(state: ControlState) -> dict[int, PaceJudged]:
     """Return logical rank -> the report on its worker, for the stragglers that still have their seats."""
     return {rank: slow for rank, slow in state.stragglers.items() if state.seats.get(rank) == slow.worker}
 
 
-def pace_judged(state: State, now: float, report: m.PaceJudged, out: Decisions) -> None:
+def pace_judged(state: ControlState, now: float, report: m.PaceJudged, out: Decisions) -> None:
     """Name a straggler, or take its name back; replace it if the run asks for that."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank != report.rank or report.epoch != state.epoch or state.phase != RUNNING:
@@ -137,13 +137,13 @@ def pace_judged(state: State, now: float, report: m.PaceJudged, out: Decisions) 
     _evict(state, now, worker, report, out)
 
 
-def wants_news(state: State, rank: int, ratio: float, step: int) -> bool:
+def wants_news(state: ControlState, rank: int, ratio: float, step: int) -> bool:
     """Return whether a straggler that is known already would be replaced now; then its pace is to be reported again."""
     worker = state.workers.get(state.seats.get(rank, ""))
     return worker is not None and not _why_not(state, worker, ratio, step)
 
 
-def _evict(state: State, now: float, worker: Worker, report: m.PaceJudged, out: Decisions) -> None:
+def _evict(state: ControlState, now: float, worker: Worker, report: m.PaceJudged, out: Decisions) -> None:
     why_not, limit = _why_not(state, worker, report.ratio, report.step), state.evict_factor
     if why_not or limit is None:
         out.add(f"{worker.name} keeps its seat: {why_not}")
@@ -154,7 +154,7 @@ def _evict(state: State, now: float, worker: Worker, report: m.PaceJudged, out: 
     react(state, now, [Fault(worker, found)], out)
 
 
-def _why_not(state: State, worker: Worker, ratio: float, step: int) -> str:
+def _why_not(state: ControlState, worker: Worker, ratio: float, step: int) -> str:
     """Return why the straggler is not replaced, or "" if it is."""
     if state.evict_factor is None or not state.options.hot_swap:
         return "stragglers are not replaced in this run (--ft-evict-stragglers)"
@@ -169,7 +169,7 @@ def _why_not(state: State, worker: Worker, ratio: float, step: int) -> str:
     return ""
 
 
-def _can_replace(state: State, standby: Worker, worker: Worker) -> bool:
+def _can_replace(state: ControlState, standby: Worker, worker: Worker) -> bool:
     """Return whether the standby's node has a free device that is not the straggler's own."""
     agent = state.agents[standby.node]
     if agent.gone or agent.suspect:
@@ -178,7 +178,7 @@ def _can_replace(state: State, standby: Worker, worker: Worker) -> bool:
     return devices.choose(agent, Vacancy(worker.name, worker.node, worker.local_rank), taken) is not None
 
 
-def _place(state: State, worker: Worker, report: m.PaceJudged) -> dict[str, str | int]:
+def _place(state: ControlState, worker: Worker, report: m.PaceJudged) -> dict[str, str | int]:
     return {
         "epoch": state.epoch,
         "node": worker.node,
@@ -233,7 +233,7 @@ class PaceBook:
         self._span: list[StepTimes] = []
         self._began = self._span_began = 0.0
 
-    def take(self, state: State, reports: Iterable[StepTimes], wall: float) -> list[PaceJudged]:
+    def take(self, state: ControlState, reports: Iterable[StepTimes], wall: float) -> list[PaceJudged]:
         """Add the times of steps, and return what they say of ranks that are slow, or are not slow any more.
 
         The state is not changed. ``wall``: time in seconds since 1970.
@@ -266,7 +266,7 @@ class PaceBook:
         self._end_span(wall)
         self._epoch, self._ranks, self._compared = epoch, {}, {}
 
-    def _compare(self, state: State, role: str) -> Iterable[PaceJudged]:
+    def _compare(self, state: ControlState, role: str) -> Iterable[PaceJudged]:
         """Compare the ranks of a role, as soon as all of them have reported a step."""
         ranks = {number: rank for number, rank in self._ranks.items() if rank.role == role}
         newest = min(rank.last for rank in ranks.values())

@@ -202,7 +202,7 @@ Rows = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class View:
+class QuestionState:
     """What a leader knows of its question for a quorum at one moment.
 
     Attributes:
@@ -304,7 +304,7 @@ class QuorumClient:
             self._link.send(_report_frame(report))
         return future
 
-    def look(self, within_s: float) -> View:
+    def look(self, within_s: float) -> QuestionState:
         """Return what is known of the present question; the server is asked whom it waits for, and has
         ``within_s`` seconds to answer.
         """
@@ -313,10 +313,10 @@ class QuorumClient:
             self._waits = None
             self._told.clear()
         if asked is None:
-            return View(None, 0.0, last, self._link.silent_s)
+            return QuestionState(None, 0.0, last, self._link.silent_s)
         self._link.send(pack({"kind": "look"}))
         self._told.wait(within_s)
-        view = View(asked[0], time.monotonic() - since, last, self._link.silent_s)
+        view = QuestionState(asked[0], time.monotonic() - since, last, self._link.silent_s)
         told = self._waits
         return view if told is None else replace(view, following=told[0], waits=told[1])
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.state import ARRIVING, EXPECTED, HERE, LOST, OFFLINE, SPAN, Ban, Replica, State
+from ft.job.quorum.state import ARRIVING, EXPECTED, HERE, LOST, OFFLINE, SPAN, Ban, QuorumState, Replica
 from ft.job.quorum.values import NO_STATE, Quorum, Report
 from ft.net.backoff import doubled
 
@@ -117,7 +117,7 @@ def _names(replicas: frozenset[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Decision:
+class QuorumDecision:
     """Result of :func:`decide`.
 
     Attributes:
@@ -154,11 +154,11 @@ class Awaited:
     why: str
 
 
-def decide(state: State, now: float) -> Decision:
+def decide(state: QuorumState, now: float) -> QuorumDecision:
     """Decide what to answer to the pending reports at time ``now``."""
     pending = state.pending()
     if not pending:
-        return Decision(None, "nobody has reported")
+        return QuorumDecision(None, "nobody has reported")
     for rule in (_repeated, _finished):
         if decision := rule(state, pending):
             return decision
@@ -166,7 +166,7 @@ def decide(state: State, now: float) -> Decision:
     waits = [one for one in awaited(state, now, candidates) if one.until > now]
     if waits:
         names = "; ".join(f"replica {one.replica} {one.why}, {one.until - now:.3g} s more" for one in waits)
-        return Decision(None, f"waiting: {names}", max(one.until for one in waits))
+        return QuorumDecision(None, f"waiting: {names}", max(one.until for one in waits))
     least = state.options.min_replicas
     last, forgiven = state.last, state.options.forgiven
     excluded = judge(last, state.returned(), state.failed, forgiven, least) if last else {}
@@ -176,10 +176,10 @@ def decide(state: State, now: float) -> Decision:
     if len(chosen) < least:
         return _too_few(state, now, pending, chosen)
     quorum = _quorum(state, chosen, excluded)
-    return Decision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
+    return QuorumDecision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
 
 
-def missing(state: State, now: float) -> dict[int, str]:
+def missing(state: QuorumState, now: float) -> dict[int, str]:
     """Return the replicas whose reports a quorum waits for, each with the reason; none while nobody has asked."""
     pending = state.pending()
     if not pending:
@@ -192,7 +192,7 @@ def missing(state: State, now: float) -> dict[int, str]:
     return {number: f"is {one.phase}, and too few are here" for number, one in absent.items() if not one.has_finished}
 
 
-def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
+def _candidates(state: QuorumState, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
     """Return the pending reports without those of excluded replicas; all reports if only excluded replicas are
     furthest.
 
@@ -204,7 +204,7 @@ def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapp
     return free if any(report.state == furthest for report in free.values()) else pending
 
 
-def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
+def awaited(state: QuorumState, now: float, candidates: Mapping[int, Report]) -> list[Awaited]:
     """Return every replica whose report the server waits for, with its time limit, which may have passed already."""
     is_first = state.last is None and all(report.number == 0 for report in candidates.values())
     is_load = all(report.state == NO_STATE for report in candidates.values())
@@ -231,14 +231,14 @@ class _Round:
         began: time at which the first member of the last quorum reported, or else the first new replica.
     """
 
-    state: State
+    state: QuorumState
     limits: Limits
     is_first: bool
     is_load: bool
     began: float
 
 
-def _began(state: State, candidates: Mapping[int, Report]) -> float:
+def _began(state: QuorumState, candidates: Mapping[int, Report]) -> float:
     which = state.returned() or candidates or state.pending()
     return min(state.of(number).reported_at for number in which)
 
@@ -288,7 +288,7 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
     return Awaited(number, min(silent, round_.began + span), "was in the last quorum and is slower")
 
 
-def _further(state: State, candidates: Mapping[int, Report]) -> Iterator[Awaited]:
+def _further(state: QuorumState, candidates: Mapping[int, Report]) -> Iterator[Awaited]:
     """Yield the wait for each replica that is or may be alive and has, or may have, committed more steps than any
     replica that reported.
     """
@@ -305,7 +305,7 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Iterator[Awaited
             yield Awaited(number, until, "is further than all others, and lives")
 
 
-def _most_steps(state: State, number: int) -> int:
+def _most_steps(state: QuorumState, number: int) -> int:
     """Return how many steps the state of a replica may contain: more than known if it was behind in the last quorum."""
     known, last = state.of(number).steps, state.last
     if last is None or number not in last.behind or not state.is_member(number):
@@ -313,7 +313,7 @@ def _most_steps(state: State, number: int) -> int:
     return max(known, last.step)
 
 
-def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:
+def _repeated(state: QuorumState, pending: Mapping[int, Report]) -> QuorumDecision | None:
     """Repeat the last quorum for members that report without having received it, while the others are at work in it."""
     last = state.last
     if last is None or state.returned():
@@ -323,7 +323,7 @@ def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:
     unaware = tuple(number for number, report in pending.items() if _lacks(last, report))
     if not unaware or set(unaware) == set(last.members):
         return None
-    return Decision(last, "it had not received this one", to=unaware, is_repeated=True)
+    return QuorumDecision(last, "it had not received this one", to=unaware, is_repeated=True)
 
 
 def _lacks(last: Quorum, report: Report) -> bool:
@@ -332,7 +332,7 @@ def _lacks(last: Quorum, report: Report) -> bool:
     return is_member and is_equal == (report.replica in last.healthy) and report.state <= (last.step, last.lineage)
 
 
-def _finished(state: State, pending: Mapping[int, Report]) -> Decision | None:
+def _finished(state: QuorumState, pending: Mapping[int, Report]) -> QuorumDecision | None:
     """Notify replicas at or behind the last step that the last step is done, once a replica has finished the run."""
     if state.end is None:
         return None
@@ -341,20 +341,22 @@ def _finished(state: State, pending: Mapping[int, Report]) -> Decision | None:
         return None
     quorum = _quorum(state, behind, {})
     reason = f"the last step was done, {state.end[0]} in all"
-    return Decision(replace(quorum, load=False, finished=True, reason=reason), reason, to=quorum.members)
+    return QuorumDecision(replace(quorum, load=False, finished=True, reason=reason), reason, to=quorum.members)
 
 
-def _too_few(state: State, now: float, pending: Mapping[int, Report], chosen: Mapping[int, Report]) -> Decision:
+def _too_few(
+    state: QuorumState, now: float, pending: Mapping[int, Report], chosen: Mapping[int, Report]
+) -> QuorumDecision:
     least, began = state.options.min_replicas, min(state.of(number).reported_at for number in pending)
     until = began + state.options.limits.minimum_s
     reason = f"{len(chosen)} of at least {least} replicas can be in a quorum"
     if now >= until:
-        return Decision(None, f"{reason}, for {now - began:.0f} s", refused=tuple(pending))
+        return QuorumDecision(None, f"{reason}, for {now - began:.0f} s", refused=tuple(pending))
     ends = [state.of(number).ban.until for number in pending if state.of(number).ban.until > now]
-    return Decision(None, reason, min([until, *ends]))
+    return QuorumDecision(None, reason, min([until, *ends]))
 
 
-def _quorum(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> Quorum:
+def _quorum(state: QuorumState, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> Quorum:
     furthest = max(report.state for report in chosen.values())
     healthy = tuple(number for number, report in sorted(chosen.items()) if report.state == furthest)
     return Quorum(
@@ -369,12 +371,12 @@ def _quorum(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, s
     )
 
 
-def next_number(state: State) -> int:
+def next_number(state: QuorumState) -> int:
     """Return the number of the next quorum."""
     return max(state.highest, state.term * SPAN) + 1
 
 
-def _why(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> str:
+def _why(state: QuorumState, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> str:
     words = [f"{len(chosen)} of {max(state.options.replicas, len(state.replicas))} replicas have reported"]
     before = state.last.members if state.last is not None else ()
     for number, one in sorted(state.replicas.items()):

@@ -12,8 +12,8 @@ from typing import Any
 
 from ft.base.events import Note
 from ft.job.quorum import reactions
-from ft.job.quorum.decide import Decision, decide, missing, next_number
-from ft.job.quorum.state import Options, State
+from ft.job.quorum.decide import QuorumDecision, decide, missing, next_number
+from ft.job.quorum.state import QuorumOptions, QuorumState
 from ft.job.quorum.values import NoQuorum, Quorum, Report, pack
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 
@@ -55,8 +55,8 @@ class Dispatch(ABC):
         state: what the server knows of the replicas and of the last quorum.
     """
 
-    def __init__(self, options: Options, term: int, now: float, end: tuple[int, int] | None = None):
-        self.state = State.begin(options, term, now, end)
+    def __init__(self, options: QuorumOptions, term: int, now: float, end: tuple[int, int] | None = None):
+        self.state = QuorumState.begin(options, term, now, end)
         self._leaders: dict[int, Peer] = {}
         self._rows: dict[int, tuple[int, bytes]] = {}
         self._menders: dict[int, set[Peer]] = {}
@@ -230,7 +230,7 @@ class Dispatch(ABC):
         self.keep_lease()
         return True
 
-    def publish(self, now: float, decision: Decision) -> None:
+    def publish(self, now: float, decision: QuorumDecision) -> None:
         """Apply a decision to the state, and send it to the leaders whose reports it answers."""
         for replica in decision.refused:
             reactions.answered(self.state, replica)

@@ -17,7 +17,7 @@ from ft.job.quorum.state import (
     HERE,
     LOST,
     OFFLINE,
-    State,
+    QuorumState,
     heard_of,
     started,
 )
@@ -29,7 +29,7 @@ own.
 """
 
 
-def hello(state: State, now: float, replica: int, life: int, last: Quorum | None, steps: int = 0) -> list[Note]:
+def hello(state: QuorumState, now: float, replica: int, life: int, last: Quorum | None, steps: int = 0) -> list[Note]:
     """Register a leader that has connected for the first time or again.
 
     ``last`` is the last quorum that this leader received, or None; ``steps`` the number of committed steps in the state
@@ -58,7 +58,7 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
     return notes
 
 
-def report(state: State, now: float, given: Report) -> list[Note]:
+def report(state: QuorumState, now: float, given: Report) -> list[Note]:
     """Register a leader's report, which asks for the next quorum.
 
     Raises:
@@ -80,37 +80,37 @@ def report(state: State, now: float, given: Report) -> list[Note]:
     return [Note(events.REPLICA_ONLINE, {"replica": given.replica, "life": given.life, "step": given.next_step})]
 
 
-def aside(state: State, now: float, replica: int) -> None:
+def aside(state: QuorumState, now: float, replica: int) -> None:
     """Note that ``replica`` is aside: its next report will take longer than a step does."""
     one = state.of(replica)
     one.heard_at, one.is_aside = now, True
 
 
-def mends(state: State, now: float, replica: int, life: int) -> None:
+def mends(state: QuorumState, now: float, replica: int, life: int) -> None:
     """Note that life ``life`` of ``replica`` has lost a worker, and returns as a later life with its own state."""
     one = state.of(replica)
     if life == one.life and not one.has_finished and one.mends_since is None:
         one.mends_since = now
 
 
-def mended(state: State, replica: int) -> None:
+def mended(state: QuorumState, replica: int) -> None:
     """Note that ``replica`` has replaced its lost worker, or can no longer do so."""
     state.of(replica).mends_since = None
 
 
-def beat(state: State, now: float, replica: int) -> None:
+def beat(state: QuorumState, now: float, replica: int) -> None:
     """Note a heartbeat of a leader's client."""
     state.of(replica).heard_at = now
 
 
-def lost(state: State, now: float, replica: int, life: int) -> None:
+def lost(state: QuorumState, now: float, replica: int, life: int) -> None:
     """Note that the connection of a leader broke."""
     one = state.of(replica)
     if life == one.life and one.phase == HERE:
         one.becomes(LOST, now, "the connection to its leader broke")
 
 
-def leaves(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+def leaves(state: QuorumState, now: float, replica: int, life: int, reason: str) -> list[Note]:
     """Note that a leader has ended its life, normally or because it gave up."""
     one = state.of(replica)
     if life != one.life:
@@ -120,7 +120,7 @@ def leaves(state: State, now: float, replica: int, life: int, reason: str) -> li
     return _ended(state, replica, reason)
 
 
-def given_up(state: State, now: float, replica: int, life: int, reason: str) -> list[Note]:
+def given_up(state: QuorumState, now: float, replica: int, life: int, reason: str) -> list[Note]:
     """Note that life ``life`` of ``replica`` is over and that no other life is to come."""
     one = state.of(replica)
     if life < one.life or one.has_finished:
@@ -132,7 +132,7 @@ def given_up(state: State, now: float, replica: int, life: int, reason: str) -> 
     return _ended(state, replica, reason)
 
 
-def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
+def arriving(state: QuorumState, now: float, replica: int, life: int) -> list[Note]:
     """Note that processes of life ``life`` of ``replica`` have started.
 
     The processes send this message to every new server, possibly long after that life has connected; such a repetition
@@ -147,7 +147,7 @@ def arriving(state: State, now: float, replica: int, life: int) -> list[Note]:
     return notes
 
 
-def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -> list[Note]:
+def formed(state: QuorumState, now: float, quorum: Quorum, excluded: dict[int, str]) -> list[Note]:
     """Apply a quorum that was decided.
 
     Answers the reports of its members, and excludes the replicas in ``excluded`` (replica -> reason) for a time.
@@ -170,7 +170,7 @@ def formed(state: State, now: float, quorum: Quorum, excluded: dict[int, str]) -
     return [Note(events.QUORUM_FORMED, values)]
 
 
-def time_passed(state: State, now: float) -> list[Note]:
+def time_passed(state: QuorumState, now: float) -> list[Note]:
     """Mark replicas as offline whose connections have been broken for ``lost_s``."""
     limits, notes = state.options.limits, []
     _forgive_own_pause(state, now)
@@ -182,7 +182,7 @@ def time_passed(state: State, now: float) -> list[Note]:
     return notes
 
 
-def _forgive_own_pause(state: State, now: float) -> None:
+def _forgive_own_pause(state: QuorumState, now: float) -> None:
     """Shift all timestamps by the time for which this server itself was paused, so that no replica counts as
     silent or late.
     """
@@ -197,13 +197,13 @@ def _forgive_own_pause(state: State, now: float) -> None:
         one.reported_at = min(now, one.reported_at + pause)
 
 
-def answered(state: State, replica: int) -> None:
+def answered(state: QuorumState, replica: int) -> None:
     """Note that the pending report of ``replica`` was answered."""
     one = state.of(replica)
     one.answered, one.report = one.report, None
 
 
-def _account(state: State, now: float, quorum: Quorum, excluded: dict[int, str], began: float) -> None:
+def _account(state: QuorumState, now: float, quorum: Quorum, excluded: dict[int, str], began: float) -> None:
     """Update exclusions, and the time that the others have waited for replicas that are arriving."""
     ban_s = state.options.limits.calibrated(state.step_s()).ban_s
     for number, one in state.replicas.items():
@@ -217,7 +217,7 @@ def _account(state: State, now: float, quorum: Quorum, excluded: dict[int, str],
             one.waited_s += max(0.0, now - max(began, one.since))
 
 
-def _ended(state: State, replica: int, reason: str) -> list[Note]:
+def _ended(state: QuorumState, replica: int, reason: str) -> list[Note]:
     one = state.of(replica)
     if one.phase == EXPECTED or not one.is_online:
         return []

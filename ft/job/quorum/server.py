@@ -24,10 +24,10 @@ from ft.base import bounded_json, events, token
 from ft.base.errors import FtError, UserError
 from ft.base.events import Note
 from ft.job.quorum.dispatch import Dispatch, Peer
-from ft.job.quorum.state import Options
+from ft.job.quorum.state import QuorumOptions
 from ft.job.quorum.values import FRAME, PURPOSE, parse_where, unpack
 from ft.net.codec import BadMessage, from_json
-from ft.net.framed import Message, Stream
+from ft.net.framed import ReceivedMessage, Stream
 from ft.net.listener import Acceptor
 from ft.platform import election, processes
 from ft.platform.election import QUORUM, SUCCEEDED, LeaseRecord
@@ -55,7 +55,7 @@ class Given:
             step is done is valid.
     """
 
-    options: Options
+    options: QuorumOptions
     where: str = "tcp://127.0.0.1:0"
     takes_over: bool = False
 
@@ -108,7 +108,7 @@ class Server(Dispatch):
         self._acceptor.close()
         self._events.close()
 
-    def _take(self, stream: Stream, message: Message) -> None:
+    def _take(self, stream: Stream, message: ReceivedMessage) -> None:
         if stream not in self._connections and stream.is_closed:  # an earlier message has ended the connection
             return
         connection = self._connections.setdefault(stream, Connection(stream=stream))
@@ -164,7 +164,7 @@ def parse_options(text: str) -> Given:
         values = bounded_json.loads(text)
         where, takes_over = values.pop("where", Given.where), values.pop("takes_over", False)
         parse_where(where)
-        return Given(from_json(Options, values).check(), where, bool(takes_over))
+        return Given(from_json(QuorumOptions, values).check(), where, bool(takes_over))
     except (ValueError, TypeError, AttributeError, BadMessage) as error:
         raise UserError(
             f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",

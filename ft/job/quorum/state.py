@@ -16,7 +16,7 @@ SPAN = 10**9
 
 
 @dataclass(frozen=True)
-class Options:
+class QuorumOptions:
     """Options of a run's quorum, given to the server at its start.
 
     Attributes:
@@ -32,7 +32,7 @@ class Options:
     forgiven: int = 1
     limits: Limits = field(default_factory=Limits)
 
-    def check(self) -> "Options":
+    def check(self) -> "QuorumOptions":
         """Check the options and return them.
 
         Raises:
@@ -124,7 +124,7 @@ class Replica:
 
 
 @dataclass
-class State:
+class QuorumState:
     """Everything that the quorum server knows; :mod:`ft.job.quorum.reactions` changes it, ``decide`` reads it.
 
     Attributes:
@@ -141,7 +141,7 @@ class State:
         looked_at: time at which the server last called ``reactions.time_passed``.
     """
 
-    options: Options
+    options: QuorumOptions
     term: int
     began_at: float
     replicas: dict[int, Replica] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class State:
     looked_at: float = 0.0
 
     @classmethod
-    def begin(cls, options: Options, term: int, now: float, end: tuple[int, int] | None = None) -> "State":
+    def begin(cls, options: QuorumOptions, term: int, now: float, end: tuple[int, int] | None = None) -> "QuorumState":
         """Return the initial state of a server. ``end``: as in the attributes, taken over from the previous server."""
         known = {number: Replica(since=now) for number in range(options.replicas)}
         return cls(options, term, now, known, formed_at=now, highest=term * SPAN, end=end, looked_at=now)
@@ -195,7 +195,7 @@ class State:
         return self.highest // SPAN
 
 
-def heard_of(state: State, now: float, quorum: Quorum | None, number: int) -> None:
+def heard_of(state: QuorumState, now: float, quorum: Quorum | None, number: int) -> None:
     """Adopt the last quorum and the highest number that a client knows of, so that this server continues from there."""
     state.highest = max(state.highest, number, quorum.number if quorum else 0)
     if quorum is not None and not quorum.finished and (state.last is None or quorum.number > state.last.number):

@@ -84,7 +84,7 @@ class QuorumHost:
             if self._process is None and now >= self._due:
                 self._start(takes_over=True)
         elif (age := self._lease.age(now)) is not None:
-            what, why = succession.decide(succession.View(age, age, None, self._turn), self._timeouts)
+            what, why = succession.decide(succession.ControlPlaneView(age, age, None, self._turn), self._timeouts)
             if what == succession.CLAIM and self._claim():
                 self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
 

@@ -458,12 +458,12 @@ class Launcher:
         elif verdict.what == policy.END:
             self._verdict = verdict
 
-    def _view(self, member: Member, seen: Seen, finished_s: float | None) -> policy.View:
+    def _view(self, member: Member, seen: Seen, finished_s: float | None) -> policy.ReplicaView:
         restarts = seen.restarts.get(member.replica, 0)
         if finished_s is not None and member.restarts_then is None:
             member.restarts_then = restarts
         is_spare = member.part.is_standby  # the replica goes on without it
-        return policy.View(
+        return policy.ReplicaView(
             up=member.process is not None,
             code=0 if member.code and is_spare else member.code,
             given_up=member.given_up and not is_spare,

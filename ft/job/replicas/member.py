@@ -160,7 +160,7 @@ class Member:
         )
         self._since = time.monotonic()
 
-    def ended(self, code: int, ending: bool) -> policy.Answer:
+    def ended(self, code: int, ending: bool) -> policy.Reaction:
         """Record that the agent has ended; return what the launcher does next.
 
         ``ending``: whether the run is ending, so that no other agent is started however this one ended.

@@ -25,7 +25,7 @@ LATE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reaction:
     """The launcher's reaction to the end of an agent.
 
     Attributes:
@@ -39,7 +39,7 @@ class Answer:
     pause_s: float = 0.0
 
 
-def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
+def after_exit(code: int, how: str, lives: Sequence[float]) -> Reaction:
     """Decide what to do after the end of a replica's agent.
 
     The exit code is all that is known of the error, and a new agent starts from scratch, so the agent is started again
@@ -50,22 +50,22 @@ def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
         lives: lifetimes in seconds of this replica's agents so far, the last one last.
     """
     if code in PLANNED_ENDS:
-        return Answer(DONE, ENDS[code])
+        return Reaction(DONE, ENDS[code])
     if code == UserError.exit_code:
-        return Answer(GIVE_UP, f"its agent {how}: its input cannot work")
+        return Reaction(GIVE_UP, f"its agent {how}: its input cannot work")
     short = 0
     for life in reversed(lives):
         if life >= SETTLED_S:
             break
         short += 1
     if short >= MOST_SHORT_LIVES:
-        return Answer(GIVE_UP, f"its agent {how}, after {short} starts that each lasted less than {SETTLED_S:g} s")
+        return Reaction(GIVE_UP, f"its agent {how}, after {short} starts that each lasted less than {SETTLED_S:g} s")
     pause_s = 0.0 if short <= 1 else doubled(short - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-    return Answer(AGAIN, f"its agent {how}", pause_s)
+    return Reaction(AGAIN, f"its agent {how}", pause_s)
 
 
 @dataclass(frozen=True)
-class View:
+class ReplicaView:
     """One replica of this launcher, as the policy sees it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def judge(
-    views: Mapping[int, View],
+    views: Mapping[int, ReplicaView],
     finished_s: float | None,
     lost: Collection[int],
     replicas: int,
@@ -143,7 +143,7 @@ def planned(codes: Collection[int]) -> int:
     return NOT_SAVED if NOT_SAVED in codes else ENDED_EARLY if codes and 0 not in codes else 0
 
 
-def _is_late(view: View, finished_s: float) -> bool:
+def _is_late(view: ReplicaView, finished_s: float) -> bool:
     """Return whether a replica cannot finish any more.
 
     It has lost its workers after another replica had finished, or has lacked workers for too long. In both cases no
@@ -154,7 +154,7 @@ def _is_late(view: View, finished_s: float) -> bool:
     return not view.up or view.restarts > view.restarts_then or (view.gathering and finished_s > LATE_S)
 
 
-def _worst(views: Mapping[int, View]) -> int:
+def _worst(views: Mapping[int, ReplicaView]) -> int:
     """Return the exit code of a run that has failed; that of a replica with invalid input comes first."""
     codes = [view.code for view in views.values() if view.code]
     if UserError.exit_code in codes:

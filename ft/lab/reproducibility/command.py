@@ -75,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def test(arguments: argparse.Namespace):
-    """Run the self-test and return an ``ft.lab.reproducibility.probe.Outcome``; call ``megatron.patches.apply`` before.
+    """Run the self-test; call ``megatron.patches.apply`` before.
+
+    Returns:
+        an ``ft.lab.reproducibility.probe.ProbeResult``.
 
     Raises:
         UserError: the flags do not work.

@@ -222,7 +222,7 @@ _HEAD = ("operator", "dtypes", "largest", "differed", "elements", "with --determ
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProbeResult:
     """The result of a self-test. ``deterministic``: whether torch's deterministic algorithms were enabled."""
 
     device: str
@@ -243,7 +243,7 @@ class Outcome:
         return Unstable(tuple(operators), str(self.torch), self.device)
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(outcome: ProbeResult) -> str:
     """Return a table of the unstable operators, with advice."""
     operators = {one.kind.operator for one in outcome.findings}
     runs = sum(one.runs for one in outcome.findings)
@@ -260,7 +260,7 @@ def as_text(outcome: Outcome) -> str:
     return "\n".join([*lines, "", table(_HEAD, rows, right=(2, 3, 4)), "", *_advice(outcome)])
 
 
-def as_values(outcome: Outcome) -> dict[str, Any]:
+def as_values(outcome: ProbeResult) -> dict[str, Any]:
     """Return the outcome as JSON values."""
     return {
         "device": outcome.device,
@@ -286,7 +286,7 @@ def _row(one: Finding, *, deterministic: bool) -> tuple[str, ...]:
     )
 
 
-def _advice(outcome: Outcome) -> list[str]:
+def _advice(outcome: ProbeResult) -> list[str]:
     worst: dict[str, set[str]] = {}
     for one in outcome.unstable:
         worst.setdefault(one.kind.operator, set()).add(one.deterministic or NOT_TRIED)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from ft.net import handshake
-from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
+from ft.net.framed import BadFrame, FramedChannel, Mark, ReceivedMessage, checksum
 from ft.net.streams import Network
 from ft.state.layout import BadTable, Memory, Table
 from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS, Gone, receive_range
@@ -133,7 +133,7 @@ class Source:
     def _progress(self) -> None:
         self.since = time.monotonic()
 
-    def _when_held(self, kind: bytes, wanted: Mark, section: str = "") -> Message:
+    def _when_held(self, kind: bytes, wanted: Mark, section: str = "") -> ReceivedMessage:
         """Return the answer to a request; repeat it while the source has not reached the step yet."""
         until = time.monotonic() + self._patience
         while True:
@@ -172,7 +172,7 @@ class Source:
             raise
 
 
-def _sound(answer: Message, envelope: bytes) -> bytes:
+def _sound(answer: ReceivedMessage, envelope: bytes) -> bytes:
     """Return the envelope in an answer if it was not damaged in the source's memory."""
     if checksum(envelope) != answer.words["envelope_check"]:
         raise Bad("has a damaged envelope")

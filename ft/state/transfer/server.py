@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from ft.net.framed import BadFrame, Bytes, FramedChannel, Mark, Message, checksum
+from ft.net.framed import BadFrame, Bytes, FramedChannel, Mark, ReceivedMessage, checksum
 from ft.net.listener import Listener
 from ft.net.streams import Network
 from ft.state.layout import CHUNK, Memory, Table
@@ -270,7 +270,7 @@ class _Desk:
         self._holder, self._channel, self._peer = holder, channel, peer
         self._visit: tuple[Held, Visit] | None = None
 
-    def answer(self, request: Message) -> None:
+    def answer(self, request: ReceivedMessage) -> None:
         try:
             answers = {ASK: self._send_state, RANGE: self._send_range, WORDS: self._send_words, PUSH: self._store}
             answers[request.kind](request)
@@ -285,18 +285,18 @@ class _Desk:
             held.leave(visit)
             self._visit = None
 
-    def _send_state(self, request: Message) -> None:
+    def _send_state(self, request: ReceivedMessage) -> None:
         self.leave()
         held = self._holder.find(request.mark, str(request.words["section"]))
         self._visit = held, held.visit(self._peer)
         words = {"whose": held.whose, "envelope_check": held.envelope_check}
         self._channel.send(STATE, held.mark, words, held.table.encoded, held.envelope)
 
-    def _send_words(self, request: Message) -> None:
+    def _send_words(self, request: ReceivedMessage) -> None:
         envelope = self._holder.envelope_of(request.mark)
         self._channel.send(STATE, request.mark, {"envelope_check": checksum(envelope)}, envelope)
 
-    def _send_range(self, request: Message) -> None:
+    def _send_range(self, request: ReceivedMessage) -> None:
         start, stop = int(request.words["start"]), int(request.words["stop"])
         if self._visit is None or request.mark != self._visit[0].mark:
             raise ValueError("bytes of a state that was not asked for")
@@ -312,7 +312,7 @@ class _Desk:
 
         send_range(self._channel, held.mark, range(start, stop), reading)
 
-    def _store(self, request: Message) -> None:
+    def _store(self, request: ReceivedMessage) -> None:
         mark, (table, envelope) = request.mark, request.bodies
         if min(mark) < 0:
             raise ValueError(f"a state of {mark}")

@@ -24,7 +24,7 @@ from ft.faults.flip import BIT_FLIP
 from ft.faults.hang.look import CONNECT, FETCH, QUORUM, SEND, SERVER, Across, Operation, channel
 from ft.faults.hang.replicas import AGREEMENT, QUESTIONS
 from ft.job.quorum import Quorum, QuorumClient, Report
-from ft.job.quorum.client import View
+from ft.job.quorum.client import QuestionState
 from ft.net.streams import network_of
 from ft.protection.contract import Layer
 from ft.protection.injection import corrupt_tensor, make_injector, plant_phases
@@ -130,7 +130,7 @@ def outside(parts: "Components") -> Outside:
     return Outside(tuple(found.operations), found.counts, found.groups, frozenset(threads))
 
 
-def _question(found: _Found, view: View, is_awaited: bool) -> None:
+def _question(found: _Found, view: QuestionState, is_awaited: bool) -> None:
     """Add the leader's question for a quorum. Its number is that of the quorum to be formed."""
     last = view.last
     received = 0 if last is None else last.number
@@ -149,7 +149,7 @@ def _question(found: _Found, view: View, is_awaited: bool) -> None:
     found.operations.append(Operation(QUESTIONS, QUORUM, number, awaited=is_awaited, age_s=age_s, about=about))
 
 
-def _ring(found: _Found, ring: driver.State, doing: Doing, is_awaited: bool) -> None:
+def _ring(found: _Found, ring: driver.RingState, doing: Doing, is_awaited: bool) -> None:
     """Add the ring's connecting or its last all-reduce. Their numbers count from the connecting on."""
     quorum = next((one for one in list(doing.quorums) if one.number == ring.number), None)
     if quorum is None or ring.members < 2:

@@ -272,7 +272,9 @@ class Agent:
         if not self.alive or not self.workers or not plane.is_up:
             return
         silent_s, serving_s = (now - self.link.contact_at) * rate, (now - plane.serves_since) * rate
-        what, why = succession.decide(succession.View(silent_s, 0.0, serving_s, turn=0), self.cluster.timeouts)
+        what, why = succession.decide(
+            succession.ControlPlaneView(silent_s, 0.0, serving_s, turn=0), self.cluster.timeouts
+        )
         if what == succession.FENCE:
             self.cluster.note("{}: {}, and ends its workers", self.node, why)
             self.given_up()

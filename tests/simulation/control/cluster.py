@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control.state import ENDED, Options
+from ft.job.control.state import ENDED, ControlOptions
 from tests.simulation.control.agent import Agent, Host, HostClock
 from tests.simulation.control.checks import Checks, check_alone
 from tests.simulation.control.faults import Schedule
@@ -84,7 +84,7 @@ class Cluster(World):
         self.poisoned: dict[tuple[int, int], str] = {}
         self.checkpoint, self._saves, self._loads = (0, 0), {}, {}
         self.on_order: list[Callable[[Any], None]] = []
-        options = Options(
+        options = ControlOptions(
             len(shape.nodes), shape.world_size, shape.max_restarts, hot_swap=shape.hot_swap, timeouts=self.timeouts
         )
         self.plane = Plane(self, self.hosts[0], options, journal)

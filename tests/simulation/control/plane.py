@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ft.job import messages as m
 from ft.job.control import controller, journal
 from ft.job.control.channel import Posted
-from ft.job.control.state import ENDED, Options, State
+from ft.job.control.state import ENDED, ControlOptions, ControlState
 from ft.net.codec import to_json
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class Plane:
         was_cut_off: whether the network of the control plane's host was cut at some time.
     """
 
-    def __init__(self, cluster: "Cluster", host: "Host", options: Options, path: Path | None):
+    def __init__(self, cluster: "Cluster", host: "Host", options: ControlOptions, path: Path | None):
         self._cluster, self.host, self._options, self._path = cluster, host, options, path
-        self.state = State.begin(options)
+        self.state = ControlState.begin(options)
         self.log: list[Any] = []
         self.said: list[Any] = []
         self.is_up, self.paused, self.dies_at, self.was_cut_off = True, False, "", False
@@ -213,7 +213,7 @@ class Plane:
         self._take(None)
 
 
-def _without_heartbeats(state: State) -> Any:
+def _without_heartbeats(state: ControlState) -> Any:
     """Return the state as JSON values without the times of heartbeats, which the journal does not contain."""
     values = to_json(state)
     for agent in values["agents"].values():

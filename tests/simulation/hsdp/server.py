@@ -10,9 +10,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import FtError
-from ft.job.quorum.decide import Decision
+from ft.job.quorum.decide import QuorumDecision
 from ft.job.quorum.dispatch import Dispatch, Peer
-from ft.job.quorum.state import Options
+from ft.job.quorum.state import QuorumOptions
 from ft.job.quorum.values import pack, unpack
 from tests.simulation.engine import Lane
 
@@ -190,7 +190,7 @@ class Server(Dispatch):
         furthest: step of the last quorum that the server formed.
     """
 
-    def __init__(self, world: "World", term: int, options: Options, end: tuple[int, int] | None):
+    def __init__(self, world: "World", term: int, options: QuorumOptions, end: tuple[int, int] | None):
         super().__init__(options, term, world.time.now, end)
         self.world, self.is_alive, self.awake_at = world, True, 0.0
         self.connections: list[Connection] = []
@@ -255,7 +255,7 @@ class Server(Dispatch):
 
     # --- what production does with sockets and files ------------------------------------------------------------------
 
-    def publish(self, now: float, decision: Decision) -> None:
+    def publish(self, now: float, decision: QuorumDecision) -> None:
         if decision.quorum is not None and not decision.is_repeated:
             self.world.formed(self, decision.quorum)
         super().publish(now, decision)

@@ -7,7 +7,7 @@ processes. A ring is an all-reduce of gradients between the ranks with the same 
 import random
 from collections.abc import Callable
 
-from ft.job.quorum.state import Options
+from ft.job.quorum.state import QuorumOptions
 from ft.job.quorum.values import Quorum
 from tests.simulation import engine
 from tests.simulation.hsdp.checks import Checks
@@ -113,7 +113,7 @@ class World(engine.World):
         return self.newest_term
 
     def start_server(self) -> None:
-        options = Options(self.shape.replicas, self.shape.minimum, limits=self.limits).check()
+        options = QuorumOptions(self.shape.replicas, self.shape.minimum, limits=self.limits).check()
         end, term = self._lease_end, self.claim(0)
         self.keep_lease(Server(self, term, options, end), term, end)
         self.note("a quorum server starts: term {}", term)

@@ -41,7 +41,7 @@ FAILURES, SWAPS, RESTARTS, REBUILDS, LARGE, LOSSES, STACKS, SWAPPABLE, ENDS = _C
 LARGE_LOSS_S = 3600.0
 
 
-class Options(NamedTuple):
+class RunConstants(NamedTuple):
     """What does not change during a run.
 
     Attributes:
@@ -148,7 +148,7 @@ def begin(units: int, nodes: int, standbys: int, marks: int) -> State:
     )  # fmt: skip
 
 
-def play(o: Options, e: Events, s: State, until: np.ndarray, found: np.ndarray) -> None:
+def play(o: RunConstants, e: Events, s: State, until: np.ndarray, found: np.ndarray) -> None:
     """Simulate up to each of the times ``until``, ascending, and write the totals so far to the rows of ``found``.
 
     Args:
@@ -193,7 +193,7 @@ def next_event(e: Events, s: State) -> tuple[int, float]:
     return which, when
 
 
-def advance(o: Options, s: State, when: float) -> None:
+def advance(o: RunConstants, s: State, when: float) -> None:
     """Let the run compute until ``when``: waits, steps and checkpoints."""
     x = s.real
     left = when - x[NOW]
@@ -232,13 +232,13 @@ def advance(o: Options, s: State, when: float) -> None:
             return
 
 
-def set_pace(o: Options, s: State) -> None:
+def set_pace(o: RunConstants, s: State) -> None:
     """Note how fast the units that are up train."""
     lost = o.whole[UNITS] - s.whole[UP]
     s.real[PACE], s.real[GAIN] = o.pace[lost], o.gain[lost]
 
 
-def fail(o: Options, e: Events, s: State, at: int) -> None:
+def fail(o: RunConstants, e: Events, s: State, at: int) -> None:
     """Let failure ``at`` strike."""
     node, taken = e.node[at], e.taken[at]
     s.whole[HITS] = 0
@@ -328,7 +328,7 @@ def take_spare(s: State, node: int) -> None:
     s.whole[SPARES] = last
 
 
-def fill(o: Options, e: Events, s: State, unit: int) -> int:
+def fill(o: RunConstants, e: Events, s: State, unit: int) -> int:
     """Give a unit standbys for the nodes that it lacks, as far as there are any; return how many of them were bad."""
     bad = 0
     while s.missing[unit] > 0 and s.whole[SPARES] > 0:
@@ -345,7 +345,7 @@ def fill(o: Options, e: Events, s: State, unit: int) -> int:
     return bad
 
 
-def come_back(o: Options, e: Events, s: State) -> None:
+def come_back(o: RunConstants, e: Events, s: State) -> None:
     """Let a repaired node return, and give it to the unit that lacks the fewest nodes, if a unit waits."""
     node = repaired(s)
     s.unit_of[node], s.spare_at[node] = SPARE, s.whole[SPARES]
@@ -369,7 +369,7 @@ def forget(s: State) -> None:
     s.whole[GONE] = 0
 
 
-def start(o: Options, s: State, unit: int, seconds: float, bad: int) -> None:
+def start(o: RunConstants, s: State, unit: int, seconds: float, bad: int) -> None:
     """Begin the start of a unit whose nodes are complete."""
     if s.ready[unit] == NEVER:
         s.whole[READYING] += 1
@@ -406,7 +406,7 @@ def drop_step(s: State) -> None:
         x[USEFUL] -= part * x[GAIN]
 
 
-def kept(o: Options, s: State) -> int:
+def kept(o: RunConstants, s: State) -> int:
     """Return whether the state of the lost nodes is in memory: ``LOST``, ``HELD`` or ``REBUILT``."""
     copies, answer, slots = o.whole[K], HELD, len(s.is_gone)
     if o.whole[MEMORY] == NO_MEMORY:
@@ -429,7 +429,7 @@ def kept(o: Options, s: State) -> int:
     return answer
 
 
-def stop(o: Options, e: Events, s: State) -> None:
+def stop(o: RunConstants, e: Events, s: State) -> None:
     """Let a failure stop the job, which is a single unit, and begin its recovery if its nodes are complete."""
     if s.up[0]:
         s.up[0], s.whole[UP] = 0, 0
@@ -451,7 +451,7 @@ def stop(o: Options, e: Events, s: State) -> None:
         start(o, s, 0, o.real[SWAP], bad)
 
 
-def host(o: Options, s: State, unit: int, by: int) -> None:
+def host(o: RunConstants, s: State, unit: int, by: int) -> None:
     """Count one host more (``by`` 1) or less (-1) for the shard types of a unit (SPARe)."""
     for i in range(len(o.marks)):
         kind = (unit + o.marks[i]) % len(s.living)
@@ -462,14 +462,14 @@ def host(o: Options, s: State, unit: int, by: int) -> None:
             s.whole[ENDS] -= 1
 
 
-def take_down(o: Options, s: State, unit: int) -> None:
+def take_down(o: RunConstants, s: State, unit: int) -> None:
     """Take a unit out of training."""
     s.up[unit] = 0
     s.whole[UP] -= 1
     host(o, s, unit, -1)
 
 
-def lose(o: Options, e: Events, s: State) -> None:
+def lose(o: RunConstants, e: Events, s: State) -> None:
     """Let a failure take units; the others go on, unless nothing holds the state or a shard type any more."""
     fell = 0
     for i in range(s.whole[HITS]):
@@ -494,7 +494,7 @@ def lose(o: Options, e: Events, s: State) -> None:
     set_pace(o, s)
 
 
-def pause(o: Options, e: Events, s: State) -> None:
+def pause(o: RunConstants, e: Events, s: State) -> None:
     """Let the other units wait after the loss of one, and repeat or complete the interrupted step."""
     x = s.real
     if s.whole[ANEW]:
@@ -507,7 +507,7 @@ def pause(o: Options, e: Events, s: State) -> None:
     x[QUIET] = max(x[QUIET], x[NOW] + wait) if o.whole[DROPS] else max(x[QUIET], x[NOW]) + wait
 
 
-def revive_all(o: Options, e: Events, s: State) -> None:
+def revive_all(o: RunConstants, e: Events, s: State) -> None:
     """Give the units that were struck standbys, those that lack the fewest nodes first."""
     most = 0
     for i in range(s.whole[HITS]):
@@ -518,7 +518,7 @@ def revive_all(o: Options, e: Events, s: State) -> None:
                 revive(o, e, s, s.hits[i])
 
 
-def revive(o: Options, e: Events, s: State, unit: int) -> None:
+def revive(o: RunConstants, e: Events, s: State, unit: int) -> None:
     """Give a lost unit standbys, and begin its restart if its nodes are complete."""
     if s.ready[unit] != NEVER:  # it has begun, with the state of units that are lost now
         s.ready[unit] = max(s.ready[unit], s.real[NOW] + o.real[RESTART])
@@ -537,7 +537,7 @@ def revive(o: Options, e: Events, s: State, unit: int) -> None:
         start(o, s, unit, o.real[REBUILD], bad)
 
 
-def resume(o: Options, s: State, unit: int) -> None:
+def resume(o: RunConstants, s: State, unit: int) -> None:
     """Let a unit that is ready train."""
     cancel(s, unit)
     s.up[unit] = 1

@@ -257,7 +257,7 @@ def _holders(nodes: int, copies: int, per_rack: int, replicas: int) -> np.ndarra
     return np.array([held[i] for i in range(nodes)], dtype=np.int64).ravel()
 
 
-def options(asked: Scenario, protection: Protection, interval: float) -> engine.Options:
+def options(asked: Scenario, protection: Protection, interval: float) -> engine.RunConstants:
     """Return the run for the engine."""
     names, units = protection.names, protection.units
     real, whole = np.zeros(12), np.zeros(7, dtype=np.int64)
@@ -290,7 +290,7 @@ def options(asked: Scenario, protection: Protection, interval: float) -> engine.
     else:
         gain = gain * (units - lost) / units
     holders = _holders(asked.nodes, protection.copies, asked.nodes_per_rack or 0, 8) if units == 1 else marks[:0]
-    return engine.Options(real, whole, pace, gain, patch, holders, marks)
+    return engine.RunConstants(real, whole, pace, gain, patch, holders, marks)
 
 
 @cache

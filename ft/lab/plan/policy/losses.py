@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ft.job.control import repairs
-from ft.job.control.recovery import Memory, Others, Restarts, Seats, Situation, Stages
+from ft.job.control.recovery import HostMemory, Others, Restarts, Seats, Situation, Stages
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings
 from ft.lab.plan.policy.scenario import HOT_SWAP, Scenario
@@ -33,7 +33,7 @@ def situations(scenario: Scenario) -> dict[int, Situation]:
     return found
 
 
-def _held(scenario: Scenario, memory: Memory) -> Held:
+def _held(scenario: Scenario, memory: HostMemory) -> Held:
     """Return logical rank -> steps of which the replica with this memory has all of the rank's state."""
     by_step = {
         step: repairs.of_step(step, memory.ranks, memory.holdings, memory.dp_peers)[0] for step in _steps(scenario)
@@ -42,7 +42,7 @@ def _held(scenario: Scenario, memory: Memory) -> Held:
 
 
 def _situation(
-    scenario: Scenario, replica: int, memory: Memory, there: dict[int, Held], unhosted: tuple[int, ...]
+    scenario: Scenario, replica: int, memory: HostMemory, there: dict[int, Held], unhosted: tuple[int, ...]
 ) -> Situation:
     """Return the situation of one replica.
 
@@ -83,7 +83,7 @@ def _steps(scenario: Scenario) -> list[int]:
     return [step for step in (scenario.step, scenario.step - 1) if step >= 0]
 
 
-def _memory(scenario: Scenario, replica: int) -> Memory:
+def _memory(scenario: Scenario, replica: int) -> HostMemory:
     """Return what the live workers of a replica hold; replica -1 is one that has lost nothing.
 
     Workers are taken to be lost before the update of a step, so the models still have the weights of the step before.
@@ -98,7 +98,7 @@ def _memory(scenario: Scenario, replica: int) -> Memory:
         for holder in ring_of(rank, peers[rank], scenario.peers, scenario.world) if scenario.peers else ():
             copies[holder][rank] = usable[rank]
     held = {r: Holdings(usable[r], copies[r], max(usable[r], default=None)) for r in ranks if r not in lost}
-    return Memory(ranks, held, peers)
+    return HostMemory(ranks, held, peers)
 
 
 def _peers(scenario: Scenario, rank: int) -> list[int]:

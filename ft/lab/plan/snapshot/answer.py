@@ -70,7 +70,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CopiesResult:
     """The result for ``k`` copies. Figures of a node are those of the node with the largest value.
 
     Attributes:
@@ -112,7 +112,7 @@ class Answer:
         return self.own + self.copies
 
 
-def answer(question: Question, k: int) -> Answer:
+def answer(question: Question, k: int) -> CopiesResult:
     """Place ``k`` copies of each snapshot and compute their cost and risk."""
     # With SciPy, which wrong input need not wait for.
     from ft.state.placement.assign import find_problems, place
@@ -135,7 +135,7 @@ def answer(question: Question, k: int) -> Answer:
     transfer_s = max(d2h_s, network_s)
     incomplete = () if question.copies_complete else list(where)
     formula, correlated = _formulas(question, k)
-    return Answer(
+    return CopiesResult(
         k=k,
         own=own[fullest],
         copies=copies[fullest],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ft.lab.plan.snapshot.answer import MONTH, Answer, Question, answer
+from ft.lab.plan.snapshot.answer import MONTH, CopiesResult, Question, answer
 from ft.lab.plan.snapshot.flags import add_flags, question_of
 from ft.platform.slurm import NODE
 from ft.show.text import left_out, seconds
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_values(question: Question, answers: list[Answer]) -> dict[str, Any]:
+def as_values(question: Question, answers: list[CopiesResult]) -> dict[str, Any]:
     """Return bytes, seconds and probabilities for ``--json``."""
     return {
         "nodes": question.nodes,
@@ -81,7 +81,7 @@ def as_values(question: Question, answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def as_text(question: Question, answers: list[Answer]) -> str:
+def as_text(question: Question, answers: list[CopiesResult]) -> str:
     """Return a table with a column for a run without snapshots and one per number of copies, followed by problems."""
     rows = [(name, none, *map(cell, answers)) for name, none, cell in _rows(question, answers)]
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
@@ -98,12 +98,12 @@ def as_text(question: Question, answers: list[Answer]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _without_per_month(answers: list[Answer]) -> float:
+def _without_per_month(answers: list[CopiesResult]) -> float:
     """Return the probability of at least one failure; without snapshots, each failure loses the state of its ranks."""
     return replace(answers[0].risk, per_failure=1.0).within(MONTH)
 
 
-def _head(question: Question, answers: list[Answer]) -> list[str]:
+def _head(question: Question, answers: list[CopiesResult]) -> list[str]:
     kinds = dict.fromkeys(kind for place in question.where.values() for kind in place)
     counts = {kind: len({place.get(kind) for place in question.where.values()}) for kind in kinds}
     rates = "; ".join(f"each of {counts[kind]} {kind}s every {seconds(question.failures.mtbf[kind])}" for kind in kinds)
@@ -129,11 +129,11 @@ def _head(question: Question, answers: list[Answer]) -> list[str]:
     return lines
 
 
-_Row = tuple[str, str, Callable[[Answer], str]]
+_Row = tuple[str, str, Callable[[CopiesResult], str]]
 """Name of a row, its cell for a run that restarts from checkpoints alone, and that of a number of copies."""
 
 
-def _rows(question: Question, answers: list[Answer]) -> list[_Row]:
+def _rows(question: Question, answers: list[CopiesResult]) -> list[_Row]:
     rows: list[_Row] = [
         ("", "none", lambda found: f"k = {found.k}"),
         ("host memory of a node", "0", lambda found: _size(found.memory)),
@@ -160,7 +160,7 @@ def _rows(question: Question, answers: list[Answer]) -> list[_Row]:
     return rows + _losses(question, answers)
 
 
-def _losses(question: Question, answers: list[Answer]) -> list[_Row]:
+def _losses(question: Question, answers: list[CopiesResult]) -> list[_Row]:
     if not question.copies_carry:
         peers = max(len(group) for group in question.groups)
         return [("loss of state", "-", lambda found: f"if all {peers} fail")]
@@ -178,7 +178,7 @@ def _losses(question: Question, answers: list[Answer]) -> list[_Row]:
     return rows
 
 
-def _fits_memory(question: Question, found: Answer) -> bool | None:
+def _fits_memory(question: Question, found: CopiesResult) -> bool | None:
     return None if question.host_memory is None else found.memory <= question.host_memory
 
 

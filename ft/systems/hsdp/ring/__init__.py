@@ -3,7 +3,7 @@
 The public class is :class:`ft.systems.hsdp.ring.ring.Ring`.
 """
 
-from ft.systems.hsdp.ring.options import Outcome, Pending, RingOptions
+from ft.systems.hsdp.ring.options import Pending, ReduceResult, RingOptions
 from ft.systems.hsdp.ring.ring import Ring
 
-__all__ = ["Outcome", "Pending", "Ring", "RingOptions"]
+__all__ = ["Pending", "ReduceResult", "Ring", "RingOptions"]

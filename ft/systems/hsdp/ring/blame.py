@@ -7,7 +7,7 @@ neighbour seems to be the cause. An operation is one all-reduce; operations are 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ft.systems.hsdp.ring.links import Message
+    from ft.systems.hsdp.ring.links import ControlMessage
 
 LEFT, RIGHT = "left", "right"
 WAIT, ASK, GIVE_UP = "wait", "ask", "give up"
@@ -37,7 +37,7 @@ def patience(now: float, last: float, asked: float | None, knows: bool, limit_s:
     return (GIVE_UP if now >= until else WAIT), until
 
 
-def blame(operation: int, left: "Message | None", right: "Message | None") -> tuple[str | None, str]:
+def blame(operation: int, left: "ControlMessage | None", right: "ControlMessage | None") -> tuple[str | None, str]:
     """Return which neighbour is the cause of a stall (LEFT, RIGHT or None) and the reason in words.
 
     The rules, in this order:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ft.base.errors import ReplaceNodeError
 from ft.net.handshake import NotAMember, Party, Refused, accept, dial
 from ft.net.streams import Network
-from ft.systems.hsdp.ring.links import BREAK, READ, Control, Message, Poller
+from ft.systems.hsdp.ring.links import BREAK, READ, Control, ControlMessage, Poller
 from ft.systems.hsdp.ring.options import Broken, RingOptions
 
 PURPOSE = "ft-ring-2"
@@ -55,7 +55,7 @@ class Hello(NamedTuple):
     stream: int
 
 
-class Answer(NamedTuple):
+class Acceptance(NamedTuple):
     """Answer of an acceptor.
 
     Attributes:
@@ -150,7 +150,7 @@ class Dialer:
         except (OSError, Refused) as error:
             self._fail(error)
             return False
-        answer = Answer(*ANSWER.unpack(answered))
+        answer = Acceptance(*ANSWER.unpack(answered))
         if answer.verdict != TAKEN:
             why = f"{self._name()} {WHY.get(answer.verdict, 'refuses')}; its quorum is {answer.number}"
             self._fail(Broken(why, None if answer.suspect == NOBODY else answer.suspect))
@@ -220,7 +220,7 @@ class Listener:
         self._is_closed = False
         self._expected: Hello | None = None
         self._streams = 0
-        self._given_up: Answer | None = None
+        self._given_up: Acceptance | None = None
         self._paused_until: float | None = None
         self.taken: dict[int, socket.socket] = {}
         listener.setblocking(False)
@@ -241,7 +241,7 @@ class Listener:
             Control(self.taken[0]).say(_broken(why))
         self._drop_taken()
         suspect = NOBODY if why.suspect is None else why.suspect
-        self._expected, self._given_up = None, Answer(GIVEN_UP, number, suspect)
+        self._expected, self._given_up = None, Acceptance(GIVEN_UP, number, suspect)
         self._judge_all()
 
     def tend(self) -> None:
@@ -319,14 +319,14 @@ class Listener:
         elif expected is None or hello.number > expected.number:
             return False
         elif hello.number < expected.number:
-            answer = Answer(STALE, expected.number)
+            answer = Acceptance(STALE, expected.number)
         elif (hello.agreement, hello.sender) != (expected.agreement, expected.sender):
-            answer = Answer(OTHER_MEMBERS, expected.number)
+            answer = Acceptance(OTHER_MEMBERS, expected.number)
         elif hello.stream in self.taken or hello.stream >= self._streams:
             newcomer.connection.close()
             return True
         else:
-            answer = Answer(TAKEN, expected.number)
+            answer = Acceptance(TAKEN, expected.number)
         with contextlib.suppress(OSError):  # the peer is gone, which the next read will show
             newcomer.connection.send(newcomer.party.seal(newcomer.theirs, ANSWER.pack(*answer)))
         if answer.verdict == TAKEN:
@@ -347,8 +347,8 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _broken(why: Broken) -> Message:
-    return Message(BREAK, suspect=why.suspect, reason=why.reason)
+def _broken(why: Broken) -> ControlMessage:
+    return ControlMessage(BREAK, suspect=why.suspect, reason=why.reason)
 
 
 _SETTINGS = Path("/proc/sys/net")

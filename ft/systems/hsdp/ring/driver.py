@@ -19,7 +19,7 @@ from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
 from ft.systems.hsdp.ring.connect import Dialer, Hello, Listener, agreement, tuned
 from ft.systems.hsdp.ring.flow import Reducer
 from ft.systems.hsdp.ring.links import Links, Poller
-from ft.systems.hsdp.ring.options import Broken, Outcome, Pending, RingOptions
+from ft.systems.hsdp.ring.options import Broken, Pending, ReduceResult, RingOptions
 
 THREAD = "ft-ring"
 """Name of the thread."""
@@ -52,7 +52,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class State:
+class RingState:
     """What the ring is doing at one moment.
 
     Attributes:
@@ -109,7 +109,7 @@ class Driver:
                 self._poller.wake()
                 return
         if isinstance(what, Operation):
-            what.pending.end(Outcome(False, "the ring is closed", skipped=True))
+            what.pending.end(ReduceResult(False, "the ring is closed", skipped=True))
 
     def cancel(self, reason: str) -> None:
         with self._lock:
@@ -117,13 +117,13 @@ class Driver:
             if not self._is_closing:
                 self._poller.wake()
 
-    def look(self) -> State:
+    def look(self) -> RingState:
         """Return what the thread is doing. The values are read one by one, while the thread goes on."""
         members, links, since_s = self._members, self._links, time.monotonic() - self._began
         if links is None:
-            return State(members.number, len(members.addresses), False, 0, False, since_s)
+            return RingState(members.number, len(members.addresses), False, 0, False, since_s)
         connects = links.left is None or links.right is None
-        return State(members.number, len(members.addresses), connects, links.operation, links.busy, since_s)
+        return RingState(members.number, len(members.addresses), connects, links.operation, links.busy, since_s)
 
     def close(self) -> None:
         with self._lock:
@@ -173,7 +173,7 @@ class Driver:
             jobs, self._jobs = list(self._jobs), deque()
         for job in jobs:
             if isinstance(job.what, Operation):
-                job.what.pending.end(Outcome(False, "the ring is closed", skipped=True))
+                job.what.pending.end(ReduceResult(False, "the ring is closed", skipped=True))
         self._break(self._cancellation())
         self._door.close()
         self._poller.close()
@@ -280,7 +280,7 @@ class Driver:
 
     def _do(self, operation: Operation) -> None:
         if self._cancelled >= self._order:
-            operation.pending.end(Outcome(False, self._why_cancelled, skipped=True))
+            operation.pending.end(ReduceResult(False, self._why_cancelled, skipped=True))
             if self._broken is None:
                 self._break(self._cancellation())
             return
@@ -289,18 +289,18 @@ class Driver:
             return
         operation.pending.end(self._outcome(operation))
 
-    def _outcome(self, operation: Operation) -> Outcome | BaseException:
+    def _outcome(self, operation: Operation) -> ReduceResult | BaseException:
         tensor = operation.tensor
         try:
             self._reducer.await_ready(tensor, operation.after, self._look)
             self._reduce(tensor, operation.scale)
-            return Outcome(True)
+            return ReduceResult(True)
         except Broken as why:
             self._break(why)
-            outcome = Outcome(False, why.reason, why.suspect)
+            outcome = ReduceResult(False, why.reason, why.suspect)
         except RecoverableError as why:
             self._break(Broken(str(why), self._members.me))
-            outcome = Outcome(False, str(why))
+            outcome = ReduceResult(False, str(why))
         except Exception as error:
             self._break(Broken(f"member {self._members.me} failed: {error}", self._members.me))
             outcome = error
@@ -310,9 +310,9 @@ class Driver:
             return error
         return outcome
 
-    def _skipped(self) -> Outcome | BaseException:
+    def _skipped(self) -> ReduceResult | BaseException:
         why = self._broken
-        return Outcome(False, why.reason, why.suspect, skipped=True) if isinstance(why, Broken) else why
+        return ReduceResult(False, why.reason, why.suspect, skipped=True) if isinstance(why, Broken) else why
 
     def _reduce(self, tensor: torch.Tensor, scale: float) -> None:
         links, count = self._links, len(self._members.addresses)

@@ -67,7 +67,7 @@ _LONGEST = 400
 
 
 @dataclass(frozen=True)
-class Message:
+class ControlMessage:
     """One control message.
 
     Attributes:
@@ -85,14 +85,14 @@ class Message:
     reason: str = ""
 
 
-def pack(message: Message) -> bytes:
+def pack(message: ControlMessage) -> bytes:
     """Encode a message."""
     reason = message.reason.encode()[:_LONGEST]
     suspect = -1 if message.suspect is None else message.suspect
     return _HEAD.pack(message.kind, message.busy, suspect, message.operation, len(reason)) + reason
 
 
-def unpack(received: bytearray) -> list[Message]:
+def unpack(received: bytearray) -> list[ControlMessage]:
     """Remove complete messages from the front of ``received`` and return them.
 
     Raises:
@@ -107,7 +107,7 @@ def unpack(received: bytearray) -> list[Message]:
             break
         reason = bytes(received[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
         del received[: _HEAD.size + length]
-        found.append(Message(kind, operation, busy, None if suspect < 0 else suspect, reason))
+        found.append(ControlMessage(kind, operation, busy, None if suspect < 0 else suspect, reason))
     return found
 
 
@@ -120,12 +120,12 @@ class Control:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: ControlMessage) -> None:
         """Send a message without blocking; bytes that the socket does not take are lost."""
         with contextlib.suppress(OSError):
             self._connection.send(pack(message))
 
-    def hear(self) -> list[Message]:
+    def hear(self) -> list[ControlMessage]:
         """Return the messages that have arrived.
 
         Raises:
@@ -164,7 +164,7 @@ class Link:
     index: int
     control: Control
     data: list[socket.socket]
-    answer: Message | None = None
+    answer: ControlMessage | None = None
     gone: Broken | None = None
 
     def name(self) -> str:
@@ -204,7 +204,7 @@ class Links:
         self.asked = time.monotonic()
         for link in self._joined():
             link.answer = None
-            link.control.say(Message(PING))
+            link.control.say(ControlMessage(PING))
 
     def blame(self) -> tuple[int | None, str]:
         """Return the index of the neighbour (or of the member that it blames) that causes a stall, and the reason.
@@ -253,7 +253,7 @@ class Links:
         kind = BREAK if self.busy or self.broken else LEAVE
         for link in self._joined():
             self._poller.forget(link.control.fileno())
-            link.control.say(Message(kind, self.operation, suspect=why.suspect, reason=why.reason))
+            link.control.say(ControlMessage(kind, self.operation, suspect=why.suspect, reason=why.reason))
         for link in self._joined():
             for connection in link.data:
                 with contextlib.suppress(OSError):
@@ -269,9 +269,9 @@ class Links:
             self._poller.forget(link.control.fileno())
             link.gone = link.gone or Broken(f"{link.name()} is lost: {error}", link.index)
 
-    def _take(self, link: Link, message: Message) -> None:
+    def _take(self, link: Link, message: ControlMessage) -> None:
         if message.kind == PING:
-            link.control.say(Message(PONG, self.operation, self.busy))
+            link.control.say(ControlMessage(PONG, self.operation, self.busy))
         elif message.kind == PONG:
             link.answer = message
         elif message.kind == LEAVE:
@@ -281,7 +281,7 @@ class Links:
         elif self.broken is None:
             self.broken = self._learn(message)
 
-    def _learn(self, message: Message) -> Broken:
+    def _learn(self, message: ControlMessage) -> Broken:
         """Return the cause of a BREAK message.
 
         If the neighbour knows no cause, because it was only waiting, use the cause that this member can find.

@@ -47,7 +47,7 @@ class RingOptions:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReduceResult:
     """Result of an all-reduce.
 
     Attributes:
@@ -75,9 +75,9 @@ class Pending:
 
     def __init__(self):
         self._over = threading.Event()
-        self._outcome: Outcome | BaseException | None = None
+        self._outcome: ReduceResult | BaseException | None = None
 
-    def wait(self) -> Outcome:
+    def wait(self) -> ReduceResult:
         """Wait until the all-reduce is over, and return its result.
 
         The time limit of the ring (``Ring.expect``) ensures that it ends.
@@ -95,7 +95,7 @@ class Pending:
     def is_over(self) -> bool:
         return self._over.is_set()
 
-    def end(self, outcome: Outcome | BaseException) -> None:
+    def end(self, outcome: ReduceResult | BaseException) -> None:
         """Set the result; called on the ring's thread. Only the first call has an effect."""
         if not self._over.is_set():
             self._outcome = outcome

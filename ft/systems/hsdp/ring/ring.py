@@ -13,7 +13,7 @@ import torch
 from ft.base.errors import UserError
 from ft.net.streams import Network, TcpNetwork
 from ft.systems.hsdp.ring import numbers
-from ft.systems.hsdp.ring.driver import Driver, Members, Operation, State
+from ft.systems.hsdp.ring.driver import Driver, Members, Operation, RingState
 from ft.systems.hsdp.ring.options import Pending, RingOptions
 from ft.systems.hsdp.ring.staging import when_queued
 
@@ -110,7 +110,7 @@ class Ring:
             raise UserError(f"a limit of {limit_s} s", "give seconds above 0")
         self._limit = limit_s
 
-    def look(self) -> State:
+    def look(self) -> RingState:
         """Return what the ring is doing. Thread-safe; returns at once."""
         return self._driver.look()
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ft.base.errors import UserError
 from ft.systems.spare.controller import core
-from ft.systems.spare.controller.core import FOREVER, STACK, SURVIVORS, State
+from ft.systems.spare.controller.core import FOREVER, STACK, SURVIVORS, StackState
 from ft.systems.spare.placement import Placement
 
 
@@ -66,17 +66,17 @@ def engine(accelerate: bool | None = None) -> Engine:
         return INTERPRETED
 
 
-def state_of(placement: Placement, chosen: Engine) -> core.State:
+def state_of(placement: Placement, chosen: Engine) -> core.StackState:
     """Return a new state of the controller's core, in which all groups are alive and no shard type has moved."""
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, core.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
     lengths = {"orders": n * r, "depth": n * r, "moves": 4 * n, "later": n * r, "shifted": 2 * n}
     given = {"size": [n, r, 1, n, *[0] * 9], "hosts": placement.host_table.ravel(), "mark": mark}
-    made = core.State(
+    made = core.StackState(
         **{
             name: chosen.numbers(given[name] if name in given else np.zeros(lengths.get(name, n), dtype=np.int64))
-            for name in core.State._fields
+            for name in core.StackState._fields
         }
     )
     chosen.start(made, initial(placement, chosen))
@@ -127,7 +127,7 @@ def _compiled() -> Engine:
     return Engine("numba", *compiled, _array)
 
 
-def _fill(s: State, placement: Placement, values: dict[str, Any]) -> None:
+def _fill(s: StackState, placement: Placement, values: dict[str, Any]) -> None:
     """Overwrite ``s``, an initial state of the core, with the values of ``Controller.state``."""
     n, r, stack = placement.groups, placement.redundancy, int(values["stack"])
     alive = np.isin(np.arange(n), np.array(values["alive"], dtype=np.int64))

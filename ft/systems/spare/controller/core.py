@@ -13,7 +13,7 @@ Successive shortest paths, with lengths corrected by node potentials, keep the t
 augmenting path, no complete matching exists, so S is too small.
 
 ``h`` and ``t`` are the numbers of a group (host) and of a type. The functions are plain Python and work in place on the
-flat sequences of integers of :class:`State`, so that numba can compile them unchanged: lists if the core is
+flat sequences of integers of :class:`StackState`, so that numba can compile them unchanged: lists if the core is
 interpreted, arrays if it is compiled. Compiled or not, they produce the same layout.
 """
 
@@ -25,13 +25,13 @@ NONE = -1
 """No group."""
 
 FOREVER = 2**62
-"""Value of ``State.reached`` for a lost group: a number greater than that of any search."""
+"""Value of ``StackState.reached`` for a lost group: a number greater than that of any search."""
 
 GROUPS, REDUNDANCY, STACK, SURVIVORS, MOVES, SEEKERS, CHANGED, SEARCH, LEVEL, TAIL, LATER, SEEN, SHIFTED = range(13)
-"""Indices in ``State.size``."""
+"""Indices in ``StackState.size``."""
 
 
-class State(NamedTuple):
+class StackState(NamedTuple):
     """The state of the controller's core, for N groups and redundancy r.
 
     ``size`` to ``alive`` are the controller's decisions, ``hosts`` to ``living`` are derived from them or constant, and
@@ -96,7 +96,7 @@ class State(NamedTuple):
     tentative: Numbers
 
 
-def assign(s: State, stack: int, free: int) -> bool:
+def assign(s: StackState, stack: int, free: int) -> bool:
     """Find an owner for each of the seekers with S = ``stack``; return whether that is possible.
 
     If it is impossible, no owner is changed. ``s.changed`` lists the types whose owner may have changed. Group ``free``
@@ -121,7 +121,7 @@ def assign(s: State, stack: int, free: int) -> bool:
     return possible
 
 
-def assign_all(s: State, stack: int, free: int) -> bool:
+def assign_all(s: StackState, stack: int, free: int) -> bool:
     """Find owners for all types from the beginning; return whether that is possible.
 
     The arguments are those of ``assign``. On failure, ``s.owner`` and ``s.load`` are invalid; ``s.former`` is kept.
@@ -144,7 +144,7 @@ def assign_all(s: State, stack: int, free: int) -> bool:
     return possible
 
 
-def settle(s: State, t: int, stack: int) -> bool:
+def settle(s: StackState, t: int, stack: int) -> bool:
     """Assign type t to the first surviving host that has it in its first ``stack`` positions; False if none has it."""
     r = s.size[REDUNDANCY]
     for j in range(r):
@@ -155,7 +155,7 @@ def settle(s: State, t: int, stack: int) -> bool:
     return False
 
 
-def set_owner(s: State, t: int, new: int) -> None:
+def set_owner(s: StackState, t: int, new: int) -> None:
     """Make group ``new``, or NONE, the owner of type t."""
     old = s.owner[t]
     if old != NONE:
@@ -165,7 +165,7 @@ def set_owner(s: State, t: int, new: int) -> None:
         s.load[new] += 1
 
 
-def note(s: State, t: int) -> None:
+def note(s: StackState, t: int) -> None:
     """Record the owner of a type before it changes."""
     if not s.marked[t]:
         s.marked[t] = 1
@@ -174,7 +174,7 @@ def note(s: State, t: int) -> None:
         s.size[CHANGED] += 1
 
 
-def augment(s: State, root: int, stack: int, free: int) -> bool:
+def augment(s: StackState, root: int, stack: int, free: int) -> bool:
     """Find an owner for type ``root`` along a shortest path; return False, with nothing changed, if there is none.
 
     Distances are small integers: all nodes at one distance are processed in FIFO order before those at the next
@@ -208,7 +208,7 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
     return True
 
 
-def free_host(s: State, root: int, stack: int) -> int:
+def free_host(s: StackState, root: int, stack: int) -> int:
     """Return the first host of type ``root`` (which has no owner) that owns fewer than ``stack`` types, or NONE.
 
     No path can be shorter than this one, because no host has the type in its first ``stack`` positions, and no
@@ -224,7 +224,7 @@ def free_host(s: State, root: int, stack: int) -> int:
     return NONE
 
 
-def relax_hosts(s: State, t: int, stack: int, free: int) -> int:
+def relax_hosts(s: StackState, t: int, stack: int, free: int) -> int:
     """Compute the distances of the hosts of type t; return a host with room at the same distance as t, or NONE."""
     r, level, search = s.size[REDUNDANCY], s.size[LEVEL], s.size[SEARCH]
     for j in range(r):
@@ -248,7 +248,7 @@ def relax_hosts(s: State, t: int, stack: int, free: int) -> int:
     return NONE
 
 
-def next_level(s: State) -> bool:
+def next_level(s: StackState) -> bool:
     """Set the current distance to the least one of the groups in ``s.later``; return False if all are reached."""
     least = NONE
     for i in range(s.size[LATER]):
@@ -259,7 +259,7 @@ def next_level(s: State) -> bool:
     return least != NONE
 
 
-def reach_hosts(s: State, stack: int) -> int:
+def reach_hosts(s: StackState, stack: int) -> int:
     """Mark the groups in ``s.later`` that are at the current distance as reached; return one with room, or NONE."""
     kept = 0
     for i in range(s.size[LATER]):
@@ -275,7 +275,7 @@ def reach_hosts(s: State, stack: int) -> int:
     return NONE
 
 
-def reach(s: State, h: int, stack: int) -> bool:
+def reach(s: StackState, h: int, stack: int) -> bool:
     """Mark a group as reached; return True if it has room for a type, else append its types to the queue."""
     s.reached[h] = s.size[SEARCH]
     s.seen[s.size[SEEN]] = h
@@ -295,7 +295,7 @@ def reach(s: State, h: int, stack: int) -> bool:
     return False
 
 
-def shift_potentials(s: State) -> None:
+def shift_potentials(s: StackState) -> None:
     """Update the node potentials for the next search.
 
     The potential of every node nearer than the end of the path grows by its distance minus the distance of the end.
@@ -318,13 +318,13 @@ def shift_potentials(s: State) -> None:
         s.group_potential[h] += s.distance[h] - level
 
 
-def remember(s: State, place: int) -> None:
+def remember(s: StackState, place: int) -> None:
     """Record that the potential of a type (``place`` below N) or of a group (N + group) is not 0."""
     s.shifted[s.size[SHIFTED]] = place
     s.size[SHIFTED] += 1
 
 
-def forget_potentials(s: State) -> None:
+def forget_potentials(s: StackState) -> None:
     """Reset all potentials to 0."""
     n = s.size[GROUPS]
     for i in range(s.size[SHIFTED]):
@@ -340,7 +340,7 @@ HELD, DEEPENED, MOVED, WIPED_OUT = 0, 1, 2, 3
 """Results: the layout remains valid; S changed and no type had to move; types were moved; a type has no host left."""
 
 
-def start(s: State, orders: Numbers) -> None:
+def start(s: StackState, orders: Numbers) -> None:
     """Initialise the layout: all groups alive, S = 1, ``orders`` as given."""
     n, r = s.size[GROUPS], s.size[REDUNDANCY]
     for i in range(n * r):
@@ -358,7 +358,7 @@ def start(s: State, orders: Numbers) -> None:
         s.reached[t] = 0
 
 
-def lose(s: State, lost: Numbers) -> int:
+def lose(s: StackState, lost: Numbers) -> int:
     """Remove lost groups and find a new layout.
 
     Afterwards, ``s.seekers`` are the types that no survivor had in its first S positions, ascending, and ``s.moves``
@@ -384,7 +384,7 @@ def lose(s: State, lost: Numbers) -> int:
     return MOVED if s.size[MOVES] else DEEPENED
 
 
-def bring_back(s: State, group: int, order: Numbers) -> int:
+def bring_back(s: StackState, group: int, order: Numbers) -> int:
     """Add a group with its initial stack ``order`` [r], and make S as small as possible.
 
     Returns:
@@ -417,7 +417,7 @@ def bring_back(s: State, group: int, order: Numbers) -> int:
     return MOVED if s.size[MOVES] else DEEPENED
 
 
-def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbers) -> None:
+def trial(s: StackState, orders: Numbers, losses: Numbers, one: Numbers, found: Numbers) -> None:
     """Run a trial: from the initial layout, remove the groups one by one until the wipe-out.
 
     Args:
@@ -437,7 +437,7 @@ def trial(s: State, orders: Numbers, losses: Numbers, one: Numbers, found: Numbe
             found[2] += 1
 
 
-def wipes_out(s: State, lost: Numbers) -> bool:
+def wipes_out(s: StackState, lost: Numbers) -> bool:
     """Subtract the lost groups from ``s.living``; if a type then has no host left, undo this and return True."""
     r = s.size[REDUNDANCY]
     wiped = False
@@ -453,7 +453,7 @@ def wipes_out(s: State, lost: Numbers) -> bool:
     return wiped
 
 
-def missing(s: State, lost: Numbers) -> None:
+def missing(s: StackState, lost: Numbers) -> None:
     """List in ``s.seekers`` the types that only the groups ``lost`` have in their first S positions, ascending.
 
     This is SPARe's rule for patch computes: if these groups are lost during a step, the survivors have computed all
@@ -471,7 +471,7 @@ def missing(s: State, lost: Numbers) -> None:
             s.cover[s.orders[i]] += 1
 
 
-def take_out(s: State, lost: Numbers) -> None:
+def take_out(s: StackState, lost: Numbers) -> None:
     """Remove the lost groups from the layout.
 
     Each of their types gets a survivor as owner that has it in its first S positions. Types without such a survivor
@@ -498,7 +498,7 @@ def take_out(s: State, lost: Numbers) -> None:
             settle(s, s.queue[i], stack)
 
 
-def add_seeker(s: State, t: int) -> None:
+def add_seeker(s: StackState, t: int) -> None:
     """Insert type ``t`` into ``seekers``, which stay ascending."""
     i = s.size[SEEKERS]
     while i > 0 and s.seekers[i - 1] > t:
@@ -508,7 +508,7 @@ def add_seeker(s: State, t: int) -> None:
     s.size[SEEKERS] += 1
 
 
-def cover(s: State, first: int, end: int) -> None:
+def cover(s: StackState, first: int, end: int) -> None:
     """Count in ``s.cover`` the types that the survivors have at stack positions ``first`` to ``end`` - 1."""
     r = s.size[REDUNDANCY]
     for w in range(s.size[GROUPS]):
@@ -517,7 +517,7 @@ def cover(s: State, first: int, end: int) -> None:
                 s.cover[s.orders[i]] += 1
 
 
-def restore_owners(s: State) -> None:
+def restore_owners(s: StackState) -> None:
     """Set the owners back to ``s.former``, and compute the loads from them."""
     n = s.size[GROUPS]
     for w in range(n):
@@ -527,7 +527,7 @@ def restore_owners(s: State) -> None:
         s.load[s.owner[t]] += 1
 
 
-def arrange(s: State, kinds: Numbers, count: int, free: int) -> None:
+def arrange(s: StackState, kinds: Numbers, count: int, free: int) -> None:
     """Move each of the first ``count`` types in ``kinds`` into the first S positions of its owner's stack.
 
     The type is exchanged with the deepest type in the first S positions that the group does not own. The moves are
