@@ -27,7 +27,14 @@ _OF_CHUNKS = (
 
 def lacking(chunk) -> list[str]:
     """Return the names of what a model chunk lacks, so that a recovery could not reset it."""
+    if is_fsdp2(chunk):  # torch has it from 2.13 on
+        return [] if hasattr(chunk.module, "reset_iter_state") else ["module.reset_iter_state"]
     return [name for name in _OF_CHUNKS if not hasattr(chunk, name)]
+
+
+def is_fsdp2(chunk) -> bool:
+    """Return whether a model chunk is sharded by torch's FSDP2 (--use-torch-fsdp2)."""
+    return type(chunk).__name__ == "TorchFullyShardedDataParallel"
 
 
 def abandon_step(chunks: Iterable, optimizer) -> None:
@@ -38,6 +45,10 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
     process group must reduce in the same order.
     """
     for chunk in chunks:
+        if is_fsdp2(chunk):  # the whole weights that it has gathered keep gradients, too, which torch does not discard
+            for param in chunk.module.parameters():
+                param.grad = None
+            chunk.module.reset_iter_state()
         chunk.zero_grad_buffer()
         for group in bucket_groups(chunk):
             set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
@@ -85,8 +96,8 @@ def publish_parameters(chunks: Iterable, optimizer) -> None:
 
 
 def bucket_groups(chunk) -> list:
-    """Return all gradient bucket groups of one DistributedDataParallel chunk, dense and expert."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    """Return all gradient bucket groups of one chunk, dense and expert; FSDP2 has none."""
+    return [] if is_fsdp2(chunk) else [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def set_known(target, **values) -> None:
