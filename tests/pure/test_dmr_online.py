@@ -26,7 +26,7 @@ def test_what_never_fits_does_not_crowd_out_what_does():
     tensors, ops, windows, now = {}, [], [], 0.0
     for i in range(40):
         length = 100.0 if i % 4 == 0 else 10.0
-        tensors[f"t{i}"] = Tensor(f"t{i}", 10.0, now + length)
+        tensors[f"t{i}"] = Tensor(10.0, now + length)
         ops.append(Operator(f"o{i}", "mm", "backward", now, length, (), (f"t{i}",)))
         now += length
         windows.append(Window(f"w{i}", now, 10.0, "ep", dynamic=True))

@@ -294,7 +294,7 @@ class _Builder:
             self.ops.append(Operator(*ids, start_us, t_us, in_ids=(state,), stage=stage, **costs))
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {name: Tensor(name, size, self._last_use.get(name)) for name, size in self._sizes.items()}
+        return {name: Tensor(size, self._last_use.get(name)) for name, size in self._sizes.items()}
 
 
 class StageMemory(NamedTuple):
