@@ -14,9 +14,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ft.base.errors import UserError
 from megatron import core
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.patches.releases import clear_cached_collective_results
@@ -95,11 +97,31 @@ def start_at_end(group: Any) -> None:
     set_known(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
 
 
-def publish_parameters(chunks: Iterable, optimizer) -> None:
+def keeps_parameters(chunks: Iterable) -> bool:
+    """Return whether between two steps each rank has all of its parameters, in buffers that its data-parallel peers
+    have bit for bit.
+
+    With --overlap-param-gather it has not; the buffers of experts belong to other groups, and those of fp8 are not all.
+    """
+    return all(
+        not chunk.ddp_config.overlap_param_gather
+        and not chunk.expert_parallel_bucket_groups
+        and all(b.param_data is not None and b.param_data.is_floating_point() for b in chunk.buffers)
+        for chunk in chunks
+    )
+
+
+def publish_parameters(chunks: Iterable, optimizer, giver: int | None = None) -> None:
     """Copy the optimizer's main parameters into the model. All ranks have to call it.
 
     The function uses the cast and the all-gather of megatron-core's optimizer step, so the result is bitwise identical
     to that of a step.
+
+    Args:
+        chunks: model chunks.
+        optimizer: their optimizer.
+        giver: rank among the data-parallel peers whose model has all parameters already. The others get them from it,
+            which moves less memory than the all-gather (DEADPOOL, section VI-E). Needs :func:`keeps_parameters`.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         with torch.no_grad():  # core's HybridDeviceOptimizer updates copies of the parameters, on the host or in fp32
@@ -111,7 +133,11 @@ def publish_parameters(chunks: Iterable, optimizer) -> None:
     if not any(isinstance(p, DistributedOptimizer) for p in getattr(optimizer, "chained_optimizers", [optimizer])):
         return
     for chunk in chunks:
-        chunk.start_param_sync(force_sync=True)
+        if giver is None:
+            chunk.start_param_sync(force_sync=True)
+            continue
+        for buffer in chunk.buffers:
+            dist.broadcast(buffer.param_data, giver, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def bucket_groups(chunk) -> list:
