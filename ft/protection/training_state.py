@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,9 +78,16 @@ class TrainingState(capture.Capture):
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
 
-    def publish_parameters(self) -> None:
-        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
-        step_state.publish_parameters(self.chunks, self.optimizer)
+    def publish_parameters(self, live: Collection[int] = ()) -> None:
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it.
+
+        Args:
+            live: logical ranks whose models have all of these parameters already. Data-parallel peers that are all
+                among them do nothing.
+        """
+        whole = set(live).intersection(self.dp_peers if step_state.keeps_parameters(self.chunks) else ())
+        if len(whole) < len(self.dp_peers):
+            step_state.publish_parameters(self.chunks, self.optimizer, min(whole, default=None))
 
 
 def what_is_not_restored(chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Iterator[Problem]:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.patches.cpu_torch import shadow_generator, shadow_sends, shadow_streams, shadow_tensors
+from megatron.patches.plain_kernels import under_sequence_parallel
 from megatron.patches.replace import replace
-from megatron.patches.torch_norm import under_sequence_parallel
 
 RANDOM = "megatron.core.tensor_parallel.random"
 MAPPINGS = "megatron.core.tensor_parallel.mappings"

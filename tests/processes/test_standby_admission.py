@@ -10,7 +10,7 @@ from control_world import World, kinds, only, opened
 from ft.base.errors import ReplaceNodeError
 from ft.job import messages as m
 from ft.state.snapshot import SnapshotServer
-from ft.worker.session import Admission, examine
+from ft.worker.standby import Admission, examine
 
 
 def flipped(array):

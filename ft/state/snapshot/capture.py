@@ -49,7 +49,7 @@ class Capture:
         alone: whether no other rank holds the same part of the model, so that the whole state has to be sent to peers.
     """
 
-    def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None, *, alone: bool):
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any = None, *, alone: bool):
         self._parts = optimizers.parts(optimizer)
         self._scheduler, self._alone = scheduler, alone
         for part in self._parts:
@@ -72,7 +72,7 @@ class Capture:
         self._layout = _layout()
         self._owned: dict[str, torch.Tensor] = {}
         self._replicated: dict[str, torch.Tensor] = {}
-        self._counters: dict[str, tuple[dict, str]] = {}
+        self._counters: dict[str, tuple[dict[str, Any], str]] = {}
         self._storages: list[int] | None = None
 
     @property
@@ -137,7 +137,8 @@ class Capture:
                 if saved is not None:
                     buffer.copy_(saved.view(buffer.dtype).view(buffer.shape))
         rng.restore(blobs)
-        return envelope["extra"]
+        extra: dict[str, Any] = envelope["extra"]
+        return extra
 
     def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
         """Take over the values that all pipeline stages have in common from another stage's envelope; return ``extra``.
@@ -151,7 +152,8 @@ class Capture:
             optimizers.set_schedule(self._scheduler, envelope["scheduler"])
         for part in self._parts:
             optimizers.forget(part.optimizer)
-        return envelope["extra"]
+        extra: dict[str, Any] = envelope["extra"]
+        return extra
 
     def unsharded(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of those optimizers that are not sharded, by name: all ranks with the same parameters

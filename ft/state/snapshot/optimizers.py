@@ -17,7 +17,7 @@ _SCALE = ".scale"
 """End of the name of a scale, which Transformer Engine's optimizer keeps outside of its state."""
 
 
-def parts(optimizer: Any) -> list:
+def parts(optimizer: Any) -> list[Any]:
     """Return the parts of a chained megatron-core optimizer, such as one for dense and one for expert parameters.
 
     If ``optimizer`` is not chained, it is the only part. Stubs without tensors are left out.
@@ -79,7 +79,8 @@ def allocate(inner: torch.optim.Optimizer) -> None:
     if holders(inner) != [inner]:
         for holder in holders(inner):
             allocate(holder)
-        inner._sync_sub_optimizers_state_to_hdo()
+        hybrid: Any = inner
+        hybrid._sync_sub_optimizers_state_to_hdo()
         return
     if type(inner) in _MAKE_ZEROS:
         _allocate_zeros(inner)
@@ -111,14 +112,15 @@ _MAKE_ZEROS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def _allocate_zeros(inner: torch.optim.Optimizer) -> None:
-    made: dict[tuple, dict[str, torch.Tensor]] = {}
+    made: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
+    kind_of_optimizer: Any = type(inner)
     for number, group in enumerate(inner.param_groups):
         for p in (p for p in group["params"] if p is not None and not inner.state.get(p)):
             kind = number, p.dtype, p.device
             if kind not in made:
                 one = torch.zeros(1, dtype=p.dtype, device=p.device)
                 one.grad = torch.zeros_like(one)
-                optimizer = type(inner)([{**group, "params": [one]}])
+                optimizer = kind_of_optimizer([{**group, "params": [one]}])
                 optimizer.step()
                 made[kind] = {key: value.zero_() for key, value in optimizer.state[one].items()}
             inner.state[p] = {
@@ -133,7 +135,7 @@ def forget(inner: torch.optim.Optimizer) -> None:
 
     A copy of a weight in the state becomes that of the parameter, and the lower bits of a weight, as integers, zero.
     """
-    main: torch.Tensor | None = None
+    main = torch.Tensor()
     if holders(inner) != [inner]:
         for holder in holders(inner):
             forget(holder)
@@ -158,7 +160,7 @@ def forget(inner: torch.optim.Optimizer) -> None:
             group.pop("step", None)  # optimizers that count steps by group start without the key
 
 
-def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
+def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str]]:
     """Iterate over every parameter and every value of the optimizer state.
 
     Transformer Engine's FusedAdam keeps half-precision state in units of a scale for each tensor, which it keeps in
@@ -170,7 +172,7 @@ def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str
     """
     if holders(inner) != [inner]:
         for at, holder in enumerate(holders(inner)):
-            yield from ((f"{at}/{name}", *where) for name, *where in entries(holder))
+            yield from ((f"{at}/{name}", group, of, key) for name, group, of, key in entries(holder))
         return
     scales = getattr(inner, "_scales", {})
     for number, group in enumerate(inner.param_groups):

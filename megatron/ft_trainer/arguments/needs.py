@@ -12,7 +12,7 @@ from megatron.ft_trainer.arguments.topics import OF_CORE
 
 GPU, TE = "GPU", "transformer-engine"
 
-_OF_TOKENIZERS = {**OF_CORE, "GPT2BPETokenizer": "transformers"}
+_OF_TOKENIZERS = {**OF_CORE, **dict.fromkeys(("GPT2BPETokenizer", "HuggingFaceTokenizer"), "transformers")}
 """Value of --tokenizer-type -> the package that it needs."""
 
 _OF_SWITCHES = {
