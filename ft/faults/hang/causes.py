@@ -37,14 +37,16 @@ class Cause:
     """One cause of a hang.
 
     Attributes:
-        rank: logical rank at fault; of a slow connection, the rank that all slow operations have in common.
+        rank: logical rank at fault; of a slow connection, the rank that takes part in most of the slow operations.
+        kind: one of ``KINDS``.
         group: name of the process group in which the others wait for it.
+        operation: name of the operation in which they wait.
+        sequence: number of that operation in its channel.
         where: where the rank is instead, as text.
         evidence: sentences that say from what this follows.
         delayed: the other ranks that wait for it, directly or not.
         ends: of a slow connection, all ranks that take part in the operations that do not end.
         together: all ranks at fault, if a whole replica or node is.
-        sequence: number of that operation in its channel.
     """
 
     rank: int

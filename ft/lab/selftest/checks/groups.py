@@ -27,11 +27,15 @@ from ft.systems.hsdp.ring import Ring, RingOptions
 from megatron import patches
 
 _TIMEOUT_S = 300.0
+"""Timeout of the groups in seconds: longer than a check, so that nothing here ends by it."""
 _RELEASE_S = 10.0
+"""Seconds within which ranks have to be released."""
 _CYCLES = 2
+"""How often groups are aborted and made again."""
 _LARGE_MESSAGE, _MESSAGE_ON_CPU = 64 << 20, 4 << 20
 """Bytes of a message between two ranks: more than NCCL's buffers take."""
-_CREW_S, _PLANTED_S = 60.0, 10.0
+_CREW_S, _PLANTED_S = 60.0, 20.0
+"""Seconds that the ranks of a check have, and those that they have when a fault is planted."""
 _SLOW = (
     "ranks that are released so late delay every recovery: look for other load on this node, and try another "
     "release of NCCL and of the driver"
@@ -316,7 +320,7 @@ def _until_over(works: list[dist.Work]) -> None:
 
 def _limit(context: Context) -> float:
     """Return the seconds that ranks get: less than the check has, so that it can say which rank did not come back."""
-    return min(_PLANTED_S * 2 if context.planted else _CREW_S, 0.8 * context.limit_s)
+    return min(_PLANTED_S if context.planted else _CREW_S, 0.8 * context.limit_s)
 
 
 def _size(context: Context) -> int:
