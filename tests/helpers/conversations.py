@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from control_world import LIMITS, World
+from histories import History
 from quorum_world import World as Quorums
 
 from ft.base.step_clock import COMPUTE
@@ -20,6 +21,8 @@ from ft.job.control.sidecar import status_values
 from ft.job.control.stragglers import WINDOW
 from ft.net.codec import to_json
 from ft.platform.health import EVENT, Observation, Reading
+from ft.record.block import describe, what_differs
+from ft.record.recoveries import recoveries
 
 # Words are separated by blanks, except inside of JSON's quotes, lists and objects.
 _WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{.*\}|\S)+')
@@ -432,3 +435,70 @@ def _decided(decision, quorums) -> list[str]:
 
 def _numbers(found) -> str:
     return " ".join(map(str, found)) or "nobody"
+
+
+# --- the report of recoveries -----------------------------------------------------------------------------------------
+
+
+class Recoveries(Player):
+    """The history of a run, made by hand; the commands are events, with their seconds since the start of the run."""
+
+    history: History
+
+    def do_history(self, world_size=4):
+        """A run that trains from second 1.1 on."""
+        self.history = History(world_size)
+        return []
+
+    def do_say(self, at, name, **values):
+        self.history.say(at, name, **values)
+        return []
+
+    def do_inject(self, at, *ranks, **how):
+        for rank in ranks:
+            self.history.inject(at, rank, **how)
+        return []
+
+    def do_detect(self, at, *ranks, step=20, **how):
+        for rank in ranks:
+            self.history.detect(at, rank, step, **how)
+        return []
+
+    def do_join(self, at, node, machine):
+        self.history.join(at, node, machine)
+        return []
+
+    def do_lose_node(self, at, node, *ranks, **how):
+        self.history.lose_node(at, node, *ranks, **how)
+        return []
+
+    def do_held(self, **seats):
+        """From now on these workers hold these ranks: ``r2=n1.w0``."""
+        self.history.seats.update({rank[1:]: worker for rank, worker in seats.items()})
+        return []
+
+    def do_close(self, at):
+        self.history.close(at)
+        return []
+
+    def do_open(self, at, **joiners):
+        self.history.open(at, **joiners)
+        return []
+
+    def do_repair(self, at, step=20):
+        self.history.repair(at, step)
+        return []
+
+    def do_replacement(self, at, rank, by, step=20):
+        self.history.replacement(at, rank, by, step)
+        return []
+
+    def do_recoveries(self):
+        """Show what is told of each recovery, and what belongs to it without being told."""
+        return [line for one in recoveries(self.history.events) for line in self._told(one)]
+
+    def _told(self, one) -> list[str]:
+        injected = ", ".join(f"{event.detail['kind']} of rank {event.rank}" for event in one.injected) or "nothing"
+        over = "over" if one.is_over else "not over"
+        more = f"injected {injected}; epoch {one.closed} to {one.epoch}; attempts {one.attempts}; {over}"
+        return [*describe(one).splitlines(), *filter(None, (one.headline, more, what_differs(one)))]

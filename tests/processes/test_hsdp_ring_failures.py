@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 import torch
+from waiting import eventually
 
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, accept, dial
 from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
@@ -44,10 +45,7 @@ def members():
     yield make
     for ring in made:
         ring.close()
-    deadline = time.monotonic() + 120
-    while (threads() or descriptors() - before) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not threads() and not descriptors() - before
+    eventually(lambda: not threads() and not descriptors() - before)
 
 
 def threads() -> list[str]:
