@@ -15,11 +15,14 @@ from histories import History
 from quorum_world import World as Quorums
 
 from ft.base.step_clock import COMPUTE
+from ft.faults.hang.causes import diagnose
+from ft.faults.hang.look import Departure, Look, Operation, Rank, Thread
 from ft.faults.health import rules
 from ft.job import messages as m
 from ft.job.control.sidecar import status_values
 from ft.job.control.stragglers import WINDOW
 from ft.net.codec import to_json
+from ft.observe.diagnose.hang import as_text as hang_as_text
 from ft.platform.health import EVENT, Observation, Reading
 from ft.record.block import describe, what_differs
 from ft.record.recoveries import recoveries
@@ -502,3 +505,56 @@ class Recoveries(Player):
         over = "over" if one.is_over else "not over"
         more = f"injected {injected}; epoch {one.closed} to {one.epoch}; attempts {one.attempts}; {over}"
         return [*describe(one).splitlines(), *filter(None, (one.headline, more, what_differs(one)))]
+
+
+# --- the causes of hangs ----------------------------------------------------------------------------------------------
+
+_OPERATION = re.compile(r"(\w+)(?::(\w+))?(?:@(\d+))?(?:#(\d+))?(?:\((.*)\))?")
+
+
+def _operation(text: str, age_s: float | None = None) -> Operation:
+    """Return an operation: ``GROUP``, or ``GROUP:NAME@PEER#NUMBER(SIZES)``; by default the first all_reduce."""
+    group, name, peer, number, sizes = _OPERATION.fullmatch(text).groups()
+    name, peer, number = name or "all_reduce", None if peer is None else int(peer), int(number or 1)
+    return Operation(group, name, number, peer, (sizes,) if sizes else (), age_s=age_s)
+
+
+class Hang(Player):
+    """What the ranks of a run say when it hangs, and what ``ft diagnose hang`` makes of that."""
+
+    def do_groups(self, **groups):
+        """The process groups of a run, of whose ranks nothing is known yet."""
+        self.groups = {name: tuple(map(int, ranks.split(","))) for name, ranks in groups.items()}
+        self.ranks, self.hosts = {}, {}
+        return []
+
+    def do_hosts(self, **hosts):
+        self.hosts = hosts
+        return []
+
+    def do_rank(self, number, *pending, departs="", stands=(), age_s=None, node="n0", counts=None, **more):
+        """What one rank says.
+
+        Args:
+            number: the rank.
+            pending: the operations in which it waits.
+            departs: how its step differs from the one before: kind, operation that was due, operation that came.
+            stands: the calls in which its training thread is.
+            age_s: seconds since it has started the operations.
+            node: its node.
+            counts: channel -> number of the last operation there, beside those of ``pending``.
+            more: further fields of :class:`ft.faults.hang.look.Rank`.
+        """
+        operations = tuple(_operation(text, age_s) for text in pending)
+        counted = {one.channel: one.sequence for one in operations} | (counts or {})
+        if departs:
+            kind, *both = departs.split()
+            more["departure"] = Departure(kind, *map(_operation, both))
+        if stands:
+            more["threads"] = (Thread("MainThread", tuple(stands), trains=True),)
+        self.ranks[number] = Rank(number, f"{node}.w{number}", node, counts=counted, operations=operations, **more)
+        return []
+
+    def do_diagnose(self):
+        look = Look(self.ranks, self.groups, hosts=self.hosts)
+        return [line for line in hang_as_text(look, diagnose(look)).splitlines() if line]

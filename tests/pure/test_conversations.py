@@ -1,4 +1,4 @@
-"""Decisions of the control plane and of the quorum server, and what is told of recoveries, as conversations.
+"""Decisions of the control plane and of the quorum server, and what is told of recoveries and hangs: conversations.
 
 The files are in ``tests/pure/conversations``.
 
@@ -8,9 +8,9 @@ The files are in ``tests/pure/conversations``.
 import os
 
 import pytest
-from conversations import ROOT, Quorum, Recoveries, Run, replay
+from conversations import ROOT, Hang, Quorum, Recoveries, Run, replay
 
-PLAYERS = {"recovery": Run, "quorum": Quorum, "report": Recoveries}
+PLAYERS = {"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang}
 FILES = sorted(ROOT.glob("*/*.txt"))
 
 
