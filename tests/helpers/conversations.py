@@ -273,6 +273,22 @@ class Run(Player):
             self.world.say(m.Observed("layout", {"places": {str(rank): place}, "checkfree": lost}))
         return self._lines()
 
+    def do_join(self, *indices, paths=None, address=None, **about):
+        """Agents of these nodes join. ``paths``, ``address``, ``about``: what they say of themselves (AgentJoined)."""
+        about = {
+            "torch": "2.13.0",
+            "python": "3.11.7",
+            "--nnodes": "2",
+            **{name: str(is_) for name, is_ in about.items()},
+        }
+        interfaces = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "eth1": "192.168.9.2"}
+        for i in indices:
+            told = {"about": about, "interfaces": interfaces, "machine": f"host{i}", "paths": paths or {}}
+            host, address = f"10.0.0.{i}", address or f"10.0.0.{i}:4000"
+            self.world.say(m.AgentJoined(f"n{i}", i, host, 2, 0, rendezvous_address=address, **told))
+            address = None
+        return self._lines()
+
     def do_finding(self, name, node="n0", device="gpu7", index=None, acts=True, lacks="", **changes):
         """The node reports the finding that an event of this name makes, without the field that it ``lacks``."""
         seen = Observation(node, device, name, 1, "", 50.0, EVENT, "as the kernel log says")
