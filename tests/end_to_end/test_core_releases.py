@@ -45,7 +45,7 @@ def oldest_core(request, tmp_path_factory) -> Path:
 
 def train(flags: str, core: Path | None = None) -> str:
     """Runs pretrain_gpt.py on two processes, with the installed core or the one in a folder; returns its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     first = [str(core)] if core else []
     words = [*command, "pretrain_gpt.py", *runs.BASE.split(), *flags.split()]
     done = python(*words, PYTHONPATH=os.pathsep.join([*first, str(ROOT)]))
