@@ -64,7 +64,6 @@ setup(
         "pyyaml",  # scenario files of ft run --scenario
     ],
     extras_require={
-        "hf": ["tokenizers"],
         "tokenizers": [
             "sentencepiece",
             "tiktoken",
@@ -82,7 +81,7 @@ setup(
                 "pytest>=8",
                 "pytest-xdist",
                 "hypothesis",
-                "tokenizers",
+                "transformers",
                 "numba",
                 "wandb",
                 "sentencepiece",

@@ -17,7 +17,7 @@ started=$SECONDS
 echo "== corpus: the standard library's sources, tokenised into Megatron's indexed format"
 python tools/preprocess_data.py \
     --input "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --include '*.py' \
-    --exclude test tests site-packages dist-packages --shuffle-seed 1 --max-mb 12 --skip-existing \
+    --exclude test tests site-packages dist-packages --shuffle-seed 1 --max-mb 12 \
     --output-prefix "$corpus"
 
 model=(

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout that is not installed
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments import schema
+from ft.base.options import add_flags, build
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
@@ -26,22 +26,22 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for options in (PreprocessOptions, TokenizerOptions):
-        schema.add_flags(parser, options)
+        add_flags(parser, options)
     given = vars(parser.parse_args(argv))
     try:
-        options = schema.build(PreprocessOptions, given)
+        options = build(PreprocessOptions, given)
         started = time.monotonic()
-        sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, given))
+        sidecar, skipped = preprocess(options, build(TokenizerOptions, given))
     except UserError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("preprocess_data.py: interrupted; nothing was written", file=sys.stderr)
         return 130
-    took = "already there" if existed else f"{time.monotonic() - started:.1f} s"
     print(
         f"{options.output_prefix}: {sidecar.documents} documents, {sidecar.tokens} tokens, "
-        f"{sidecar.text_bytes / 1e6:.1f} MB of text, unigram entropy {sidecar.unigram_entropy:.4f} nats/token ({took})"
+        f"{sidecar.text_bytes / 1e6:.1f} MB of text, unigram entropy {sidecar.unigram_entropy:.4f} nats/token "
+        f"({time.monotonic() - started:.1f} s)"
     )
     if skipped:
         print("skipped: " + ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())))

@@ -25,13 +25,14 @@ from ft.adapters.megatron_lm import hooks, refusals, tree
 from ft.adapters.megatron_lm.hooks import own_flags
 from ft.base import files
 from ft.base.errors import Problem, UserError
+from ft.base.options import add_flags, all_spellings, build
 from ft.commands.arguments import launchers_flags, misplaced
 from ft.protection import table
+from ft.protection.flags import FaultToleranceOptions
 
 if TYPE_CHECKING:
     from ft.job.agent.options import Script
     from megatron.ft_trainer.arguments.needs import Need
-    from megatron.ft_trainer.arguments.topics import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
@@ -192,15 +193,13 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
     return view, [*found, *table.problems(view, grid, replicas, os.environ)]
 
 
-def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
+def read_flags(flags: Sequence[str]) -> FaultToleranceOptions:
     """Parse flags that begin with ``--ft-``.
 
     Raises:
         UserError: a flag is unknown or has a wrong value.
     """
     from megatron.ft_trainer.arguments import explain
-    from megatron.ft_trainer.arguments.schema import add_flags, all_spellings, build
-    from megatron.ft_trainer.arguments.topics import FaultToleranceOptions
 
     known = all_spellings(FaultToleranceOptions)
     for text in flags:
@@ -239,7 +238,7 @@ def parsers_flags(script: "Script") -> frozenset[str]:
     return own_flags(tree.root_of(script.target), Path(script.target))
 
 
-def _values(options: "FaultToleranceOptions") -> dict[str, Any]:
+def _values(options: FaultToleranceOptions) -> dict[str, Any]:
     derived = {"intercepts_operators": options.intercepts_operators, "rebuilds_stages": options.rebuilds_stages}
     return {**vars(options), **derived}
 
@@ -270,7 +269,7 @@ def _metrics_file(own: Sequence[str]) -> tuple[str | None, list[str]]:
     return found.metrics_file, others
 
 
-def _without_reruns(script: "Script", theirs: list[str], options: "FaultToleranceOptions", replicas: int) -> list[str]:
+def _without_reruns(script: "Script", theirs: list[str], options: FaultToleranceOptions, replicas: int) -> list[str]:
     """Return the trainer's flags, with ``--rerun-mode disabled`` where a protection needs it.
 
     Only the script of the installed megatron-core, which is this project's, has this default; in a checkout the rerun
@@ -305,7 +304,7 @@ LOSES_LINES: Problem = (
 )
 
 
-def _unsupported(script: "Script", options: "FaultToleranceOptions", replicas: int, has_flags: bool) -> list[Problem]:
+def _unsupported(script: "Script", options: FaultToleranceOptions, replicas: int, has_flags: bool) -> list[Problem]:
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
     what, fix = "a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}"
@@ -346,7 +345,7 @@ def _others(flags: Sequence[str]) -> dict[str, str | bool]:
     return found
 
 
-def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: int) -> tuple[Any, Any]:
+def _view(flags: Sequence[str], options: FaultToleranceOptions, world_size: int) -> tuple[Any, Any]:
     """Return (the trainer's options, the sizes of its parallel groups), from which the systems check their flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in {**_SIZES, "micro_batch_size": 1, **dict.fromkeys(_NUMBERS)}.items():

@@ -20,8 +20,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 _DMR = (
-    "ft.systems.dmr.profile.command",
-    "ft.systems.dmr.plan.command",
+    "ft.systems.dmr.command",
     "ft.lab.estimate.command",
     "ft.lab.reproducibility.command",
 )

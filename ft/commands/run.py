@@ -132,7 +132,8 @@ def _announcement(options: RunOptions, faults: list[inject.Fault], protected: Ru
     cluster = options.cluster
     parts = [f"{options.world_size} logical ranks on {cluster.training_nodes} node(s)"]
     if options.standbys_here:
-        parts.append(f"{options.standbys_here} standby(s) here")
+        keeps = ", each with as much memory ready as a rank's" if protected.by == protection.HOT_SWAP else ""
+        parts.append(f"{options.standbys_here} standby(s) here{keeps}")
     if cluster.standby_nodes:
         parts.append(f"{cluster.standby_nodes} standby node(s)")
     if options.domains:

@@ -467,11 +467,21 @@ class WorkerRepaired(Message):
 
 @dataclass(frozen=True)
 class WorkerResumed(Message):
-    """The worker begins the first step of ``epoch``. ``step`` is the last committed step."""
+    """The worker begins the first step of ``epoch``.
+
+    Attributes:
+        worker: name of the worker.
+        epoch: the epoch.
+        step: the last committed step.
+        heap: bytes that model and optimizer take of its heap, 0 if that is unknown, or is memory of a device.
+        snapshot: bytes of a snapshot of its state, 0 if unknown.
+    """
 
     worker: str
     epoch: int
     step: int
+    heap: int = 0
+    snapshot: int = 0
 
 
 @dataclass(frozen=True)
@@ -677,6 +687,19 @@ class Inherit(Message):
 
 
 @dataclass(frozen=True)
+class Reserve(Message):
+    """Standbys touch memory now that they will need with a seat, of whichever logical rank.
+
+    Attributes:
+        heap: bytes that model and optimizer of a rank take of the heap.
+        snapshot: bytes of a snapshot.
+    """
+
+    heap: int
+    snapshot: int
+
+
+@dataclass(frozen=True)
 class Repair(Message):
     """All workers have left the old epoch and all joiners are built: rebuild the groups, restore the state of ``step``.
 
@@ -697,6 +720,7 @@ class Repair(Message):
         teller: logical rank whose own snapshot gives all ranks the position of ``step``, and nothing else, because
             this replica has lost a part of the state: it fetches the whole state from another replica before its next
             step. No rank has a source then. None: the state is restored here.
+        live: logical ranks whose models still have the weights of ``step``, unless stages are rebuilt or weights lent.
     """
 
     epoch: int
@@ -708,6 +732,7 @@ class Repair(Message):
     rebuilt: dict[int, Neighbours] = field(default_factory=dict)
     lent: dict[int, int] = field(default_factory=dict)
     teller: int | None = None
+    live: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

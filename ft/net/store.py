@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import FtError, UserError
 from ft.net.backoff import Backoff
@@ -72,7 +73,7 @@ class StoreServer:
             problem = f"port {port} cannot be listened on: {error.strerror}"
             raise UserError(problem, "give --rdzv-endpoint another port") from error
         self.address = f"{host}:{listener.getsockname()[1]}"
-        self._contents: Any = contents if contents is not None else dist.HashStore()  # type: ignore[attr-defined]
+        self._contents: Any = contents if contents is not None else c10d.HashStore()
         self._acceptor = Acceptor(listener, token, PURPOSE, "store")
         self._waiting: dict[str, list[_Request]] = defaultdict(list)
         self._of_peer: dict[Stream, _Request] = {}
@@ -207,7 +208,7 @@ def lone_tcp_store() -> Any:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address, descriptor = listener.getsockname(), os.dup(listener.fileno())
             how: dict[str, Any] = {"wait_for_workers": False, "timeout": VERY_LONG, "master_listen_fd": descriptor}
-            own = dist.TCPStore(address[0], address[1], is_master=True, **how)  # type: ignore[attr-defined]
+            own = c10d.TCPStore(address[0], address[1], is_master=True, **how)
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), descriptor, inheritable=False)
         accepted = sockets.touching(sockets.held(), {address})  # the client's end has the form ::ffff:127.0.0.1
@@ -223,7 +224,7 @@ _OPEN: set["StoreConnection"] = set()
 """Connections in use. torch's process groups hold only the C++ half of a store, which calls the Python half."""
 
 
-class StoreConnection(dist.Store):  # type: ignore[name-defined, misc]
+class StoreConnection(c10d.Store):
     """A connection to a ``StoreServer``. Blocked calls can be ended from outside. Threads take turns.
 
     Its methods are those of ``torch.distributed.Store``. They raise ``DistStoreError`` if a key is not set within the
@@ -240,6 +241,8 @@ class StoreConnection(dist.Store):  # type: ignore[name-defined, misc]
         ConnectionError: no server answers at ``address``, or it is not the store of a run.
         UserError: the server refuses the token.
     """
+
+    timeout: timedelta  # of torch's class, whose stub lacks it
 
     def __init__(self, address: str, token: str, timeout_s: float = 30.0):
         super().__init__()

@@ -2,8 +2,14 @@
 
 The stacks are those of a process whose interpreter lock is held, so that no thread of it can run Python code. The
 process registers a handler of :mod:`faulthandler` for a real-time signal (:func:`register_handler`). The handler runs
-in C, without the lock, and writes the Python calls of all threads into a file in memory, which another process opens
-through /proc. So it works while storage hangs. It costs nothing before the signal comes.
+in C, without the lock, and writes the Python calls of the thread that gets the signal into a file in memory, which
+another process opens through /proc. So it works while storage hangs. It costs nothing before the signal comes.
+
+The signal goes to the main thread, and then to one other after another. Whoever asks cannot know that the lock is held:
+the process may only be slow, and then a handler that writes the calls of all threads reads what other threads free
+meanwhile, and ends the process by SIGSEGV (one of some 20 signals did where threads began and ended all the time). That
+handler is used, with a second signal, only where the main thread waits in the kernel for a device and can handle no
+signal.
 
 The default action of the signal would kill the process, and its handler could be that of a program which has registered
 one later. So the signal is sent only to a process that has said that it has registered, still has the file, and has a
@@ -14,10 +20,11 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -353,6 +360,10 @@ _NAME = "ft-stacks"
 _SIGNALS = range(50, 40, -1)
 """Signals that may be used: real-time signals that neither C libraries nor common runtimes use."""
 _LIMIT_S, _PAUSE_S = 0.2, 0.005
+_OWN_STACK = "Stack (most recent call first):"
+_UNDISTURBED = re.compile(r"R|S .*(futex|nanosleep)")
+"""Where a thread is (:func:`tasks`) that does not notice a signal. A wait for a connection would end with EINTR, which
+the main thread's program handles, as Python does, and a library's own thread may not."""
 _LONGEST = 1 << 20
 """Maximum length of the stacks, in bytes."""
 
@@ -362,11 +373,14 @@ class Handler:
     """The handler that a process has registered.
 
     Attributes:
+        signum: signal at which the thread that gets it writes its stack.
+        everybody: signal at which the stacks of all threads are written.
         fd: descriptor, in that process, of the file that the stacks are written to.
         thread: identifier of its main thread, as ``threading.get_ident`` returns it.
     """
 
     signum: int
+    everybody: int
     fd: int
     thread: int
 
@@ -374,7 +388,7 @@ class Handler:
     def of(cls, values: Any) -> "Handler | None":
         """Return the handler from the JSON values that a process has sent; None if they describe no handler."""
         try:
-            return cls(int(values["signum"]), int(values["fd"]), int(values["thread"]))
+            return cls(*(int(values[name]) for name in ("signum", "everybody", "fd", "thread")))
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -383,26 +397,28 @@ _registered: tuple[int, Handler] | None = None
 
 
 def register_handler(thread: int) -> Handler | None:
-    """Register the handler in this process, unless it has one; None if no signal is free, or there is no memory file.
+    """Register the handler in this process, unless it has one; None if no two signals are free, or no file is made.
 
     Args:
         thread: identifier of the main thread.
     """
     global _registered
-    pid, signum = os.getpid(), None
-    if _registered is not None:
-        if _registered[0] == pid:
-            return _registered[1]
-        signum = _registered[1].signum  # a fork has inherited the handler, with the file of its parent
-    signum = signum or next((one for one in _SIGNALS if _is_free(one)), None)
-    if signum is None:
+    pid = os.getpid()
+    if _registered is None:
+        free = [one for one in _SIGNALS if _is_free(one)]
+    elif _registered[0] == pid:
+        return _registered[1]
+    else:  # a fork has inherited the handlers, with the file of its parent
+        free = [_registered[1].signum, _registered[1].everybody]
+    if len(free) < 2:
         return None
     try:
         fd = os.memfd_create(_NAME)
-        faulthandler.register(signum, file=fd, all_threads=True, chain=False)
+        for signum, all_threads in zip(free, (False, True), strict=False):
+            faulthandler.register(signum, file=fd, all_threads=all_threads, chain=False)
     except (OSError, RuntimeError, ValueError):
         return None
-    _registered = pid, Handler(signum, fd, thread)
+    _registered = pid, Handler(free[0], free[1], fd, thread)
     return _registered[1]
 
 
@@ -412,44 +428,74 @@ def _is_free(signum: int) -> bool:
     return signal.SIGRTMIN <= signum <= signal.SIGRTMAX and not any(signum in mask for mask in masks.values())
 
 
-def stacks_of(asked: Mapping[str, tuple[int, Handler]], is_whole: Callable[[str, Handler], bool]) -> dict[str, str]:
-    """Return the stacks of processes as text, as far as they write them within 0.2 s.
+def stacks_of(asked: Mapping[str, tuple[int, Handler]]) -> dict[str, str]:
+    """Return the stacks of processes as text, as far as they write them within 0.2 s; that of the main thread first.
 
     Args:
         asked: name -> pid of a process, and its handler.
-        is_whole: returns whether a text contains all that is wanted.
     """
-    files: dict[str, tuple[int, int]] = {}
-    found: dict[str, str] = {}
+    readers = {name: reader for name, (pid, handler) in asked.items() if (reader := _Reader.of(pid, handler))}
+    deadline = time.monotonic() + _LIMIT_S
     try:
-        for name, (pid, handler) in asked.items():
-            if (opened := _ask(pid, handler)) is not None:
-                files[name] = opened
-        deadline = time.monotonic() + _LIMIT_S
-        open_ = set(files)
-        while open_ and time.monotonic() < deadline:
+        while any(not reader.is_done for reader in readers.values()) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
-            for name in sorted(open_):
-                before = found.get(name, "")
-                text = found[name] = os.pread(files[name][0], _LONGEST, files[name][1]).decode(errors="replace")
-                if text == before and is_whole(text, asked[name][1]):
-                    open_.discard(name)
+            for reader in readers.values():
+                reader.proceed()
     finally:
-        for descriptor, _ in files.values():
-            os.close(descriptor)
-    return {name: text for name, text in found.items() if text}
+        for reader in readers.values():
+            os.close(reader.file)
+    return {name: reader.text for name, reader in readers.items() if reader.text}
 
 
-def _ask(pid: int, handler: Handler) -> tuple[int, int] | None:
-    """Send the signal if that is safe. Return (descriptor of the file here, its length so far), else None."""
-    path = Path(f"/proc/{pid}/fd/{handler.fd}")
-    with contextlib.suppress(OSError):
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}") or state(pid) in "TtZX":
-            return None
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        length = os.fstat(descriptor).st_size
-        if handler.signum in signals(pid)["SigCgt"]:
-            send(pid, handler.signum)
-            return descriptor, length
-        os.close(descriptor)
-    return None
+class _Reader:
+    """Has the threads of one process write their stacks, one after another. Make it with ``of``.
+
+    Args:
+        pid: pid of the process.
+        handler: its handler.
+        file: descriptor of the handler's file, in this process.
+
+    Attributes:
+        file: as passed.
+        text: the stacks, each below a line with the identifier of its thread.
+        is_done: whether all threads were asked that a signal does not disturb.
+    """
+
+    def __init__(self, pid: int, handler: Handler, file: int):
+        self._pid, self._handler, self.file = pid, handler, file
+        self._at, self._written = os.fstat(file).st_size, b""
+        self._left = [thread for _, thread, where in tasks(pid) if thread != pid and _UNDISTURBED.match(where)]
+        self._thread, self._is_first, self.is_done, self.text = handler.thread, True, False, ""
+        if state(pid) == "D":
+            send(pid, handler.everybody)
+            self._left = []
+        else:
+            self._signal(pid)
+
+    @classmethod
+    def of(cls, pid: int, handler: Handler) -> "_Reader | None":
+        """Return a reader that has sent the first signal; None if it is not safe to send one."""
+        path = Path(f"/proc/{pid}/fd/{handler.fd}")
+        with contextlib.suppress(OSError):
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}") or state(pid) in "TtZX":
+                return None
+            if {handler.signum, handler.everybody} <= set(signals(pid)["SigCgt"]):
+                return cls(pid, handler, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return None
+
+    def proceed(self) -> None:
+        """Take what was written since the last call; if that is all of it, ask the next thread."""
+        written = os.pread(self.file, _LONGEST, self._at)
+        is_growing, self._written = written != self._written, written
+        if self.is_done or is_growing or (self._is_first and not written):
+            return
+        head = f"Thread 0x{self._thread:x} (most recent call first):"
+        self.text += written.decode(errors="replace").replace(_OWN_STACK, head)
+        self._at, self._written, self._is_first = self._at + len(written), b"", False
+        self.is_done = not self._left
+        if self._left:
+            self._thread = self._left.pop(0)
+            self._signal(self._thread)
+
+    def _signal(self, thread: int) -> None:
+        _libc.tgkill(self._pid, thread, self._handler.signum)  # fails if the thread has ended: then it writes nothing

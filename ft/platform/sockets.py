@@ -41,7 +41,7 @@ class Watch:
     It checks only descriptors that were free at the last call, which takes a tenth of the time of checking all.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._sockets, self._descriptors = held(), _descriptors()
 
     def opened(self, addresses: set[Address], expected: int) -> Sockets:

@@ -198,8 +198,8 @@ MODES: list[Mode] = [
     ),
     Mode(
         ("--optimizer-cpu-offload",),
-        (*_SENDING, *_TWICE),
-        "weights and moments are in optimizers inside the trainer's one, where nothing copies or verifies them",
+        _TWICE,
+        _twice("copies gradients and weights between the device and optimizers on the host beside the operators"),
     ),
     Mode(
         ("--fp8-format",),
@@ -219,6 +219,12 @@ MODES: list[Mode] = [
         _SENDING,
         "CUDA graphs keep the communicators that a recovery aborts, and an interrupted step leaves graphs between "
         "their forward and their backward pass",
+    ),
+    Mode(
+        ("--use-torch-fsdp2",),
+        (REPLICAS, STAGES, *_TWICE),
+        "it shards parameters and gathers them in hooks of the layers, which only hot-swap knows",
+        "use --use-distributed-optimizer",
     ),
     Mode(("--tp-comm-overlap",), (HOT_SWAP,), "its buffers cannot be connected to a new process"),
     Mode(

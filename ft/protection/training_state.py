@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,9 +78,16 @@ class TrainingState(capture.Capture):
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
 
-    def publish_parameters(self) -> None:
-        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
-        step_state.publish_parameters(self.chunks, self.optimizer)
+    def publish_parameters(self, live: Collection[int] = ()) -> None:
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it.
+
+        Args:
+            live: logical ranks whose models have all of these parameters already. Data-parallel peers that are all
+                among them do nothing.
+        """
+        whole = set(live).intersection(self.dp_peers if step_state.keeps_parameters(self.chunks) else ())
+        if len(whole) < len(self.dp_peers):
+            step_state.publish_parameters(self.chunks, self.optimizer, min(whole, default=None))
 
 
 def what_is_not_restored(chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Iterator[Problem]:
@@ -102,7 +109,8 @@ def _of_chunks(chunks: Sequence[Any]) -> Iterator[Problem]:
         yield "there are no model chunks to protect", "give ft.protect the list of this rank's model chunks"
     for number, chunk in enumerate(chunks):
         held = chunk.named_parameters() if isinstance(chunk, torch.nn.Module) else ()
-        if split := [name for name, parameter in held if isinstance(parameter, DTensor)]:
+        split = [name for name, parameter in held if isinstance(parameter, DTensor)]
+        if split and not step_state.is_fsdp2(chunk):
             yield f"parameters of model chunk {number} are DTensors, which no snapshot holds: {_first(split)}", _WRAP
         if lacks := step_state.lacking(chunk):
             yield (
@@ -118,10 +126,9 @@ def _of_optimizer(optimizer: Any) -> Iterator[Problem]:
         if not isinstance(part, _KNOWN):
             what = "the optimizer" if part is optimizer else "a part of the optimizer"
             yield f"{what} is a {_kind(part)}, and not megatron-core's: no snapshot would hold its weights", _MAKE
-        elif inner is not None and hasattr(inner, "sub_optimizers"):  # HybridDeviceOptimizer
-            problem = f"the optimizer is a {_kind(inner)}: no snapshot holds the state of the optimizers inside it"
-            yield problem, "leave optimizer_cpu_offload of its OptimizerConfig off"
-        elif inner is not None and (names := sorted({key for group in inner.param_groups for key in _tensors(group)})):
+        elif inner is not None and (
+            names := sorted({key for group in optimizers.groups(inner) for key in _tensors(group)})
+        ):
             problem = f"parameter groups of the optimizer have tensors, which no snapshot holds: {', '.join(names)}"
             yield problem, "give the optimizer plain numbers, and leave capturable off"
 

@@ -4,16 +4,13 @@ The state is copied in the background during forward and backward, which do not 
 until the copy is complete.
 """
 
-from collections.abc import Mapping
 from typing import Protocol
-
-import torch
 
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.snapshot.buffers import Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
-from ft.state.snapshot.state import pack_meta, unpack_meta
+from ft.state.snapshot.state import Sections, pack_meta, unpack_meta
 
 
 class SharedCopy(Protocol):
@@ -25,7 +22,7 @@ class SharedCopy(Protocol):
     def wait(self) -> None:
         """Wait until it is complete, because the live tensors are about to change."""
 
-    def write_back(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def write_back(self, sections: Sections) -> None:
         """Copy it into the live tensors: name of a section -> name -> tensor."""
 
 
@@ -42,7 +39,7 @@ class OwnCopy:
     def nbytes(self) -> int:
         return self._slot.nbytes
 
-    def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def take(self, sections: Sections) -> None:
         """Start copying the live tensors."""
         if self._plan is None or not self._plan.fits(self._slot, sections):
             self._slot.fit(tables_of(sections), pinned=device_of(sections) is not None)
@@ -67,7 +64,7 @@ class OwnCopy:
         if self._error is not None:
             raise RuntimeError("the state before the iteration could not be copied") from self._error
 
-    def write_back(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def write_back(self, sections: Sections) -> None:
         write_back(self._slot, sections)
 
     def close(self) -> None:
@@ -94,7 +91,7 @@ class Undo:
         self._shared: SharedCopy | None = None
         self._used: OwnCopy | SharedCopy | None = None
         self._meta = b""
-        self._sections: Mapping[str, Mapping[str, torch.Tensor]] = {}
+        self._sections: Sections = {}
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ def groups_like(mine: list[int], kind: str) -> list[list[int]]:
         "dp": parallel_state.get_data_parallel_world_size(),
     }
     for order in _ORDERS:
-        groups = parallel_state.RankGenerator(**sizes, ep=1, order=order).get_ranks(kind)
+        groups: list[list[int]] = parallel_state.RankGenerator(**sizes, ep=1, order=order).get_ranks(kind)
         if mine in groups:
             return groups
     return [mine, *([rank] for rank in range(dist.get_world_size()) if rank not in mine)]

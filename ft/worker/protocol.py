@@ -109,11 +109,13 @@ class Member:
         rendezvous_address: host:port of the rendezvous store for this epoch's process groups.
         fired: numbers of the planned faults that were injected already.
         address: host:port of the worker's snapshot server.
+        footprint: (bytes that model and optimizer take of this process' heap, bytes of a snapshot), 0 if unknown.
         progress: what the training thread does, for heartbeats.
         outcome: returns how training has ended: the fields of ``WorkerDone`` from ``early`` on, as far as they apply.
     """
 
     address: str
+    footprint: tuple[int, int] = (0, 0)
     progress: Progress
     outcome: Callable[[], Mapping[str, Any]] = dict
 

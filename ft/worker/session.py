@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from ft.base import token
@@ -29,18 +28,19 @@ from ft.faults.hang.format import COMMUNICATION, KERNEL, place
 from ft.faults.hang.look import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Inherit, Look, Looked, Observed, Open, StepTimes
+from ft.job.messages import Close, Inherit, Look, Looked, Observed, Open, Reserve, StepTimes
 from ft.net.codec import to_json
-from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
 from ft.platform import numa, processes
 from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
 from ft.state.groups.history import shortened
 from ft.state.snapshot import SnapshotServer
+from ft.state.snapshot.copier import device_of, tables_of
 from ft.worker import protocol
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
+from ft.worker.standby import PAUSE_S, Admission, Memory, private_memory
 
 _MOST_FRAMES = 40
 
@@ -123,101 +123,6 @@ def _counts(name: str) -> bool:
     return name.startswith(_PREFIXES) and name not in _OWN and not name.endswith(_OWN_ENDINGS)
 
 
-PERIOD_S = 600.0
-"""Seconds after which a standby that still waits is checked again."""
-_SIZE, _COPY_BYTES = 384, 16 << 20
-_TRIES = 3
-_LOWEST = 19
-
-
-def examine(
-    reach: Callable[[], None],
-    seed: int = 0,
-    multiply: Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray] = numpy.matmul,
-    copy: Callable[[numpy.ndarray], numpy.ndarray] = numpy.copy,
-) -> None:
-    """Compute, copy and communicate, and compare every result with the one that is right.
-
-    Args:
-        reach: function that sends this process a message over its own data-plane address; it raises OSError if the
-            message does not arrive.
-        seed: seed of the data.
-        multiply: function that multiplies two matrices.
-        copy: function that copies an array.
-
-    Raises:
-        ReplaceNodeError: a result is wrong, or no message arrives in several tries.
-    """
-    draw = numpy.random.default_rng(seed)
-    # Sums of products of small whole numbers are exact in float32, in whatever order a library adds them up. So a
-    # difference is a fault of the machine, and not one of rounding.
-    left, right = (draw.integers(-8, 9, (_SIZE, _SIZE)).astype(numpy.float32) for _ in range(2))
-    first, second = multiply(left, right), multiply(left, right)
-    if first.tobytes() != second.tobytes():
-        raise ReplaceNodeError("the check of a standby failed: a product of matrices differs when it is computed twice")
-    if not numpy.array_equal(first.sum(axis=0, dtype=numpy.float64), left.sum(axis=0, dtype=numpy.float64) @ right):
-        raise ReplaceNodeError("the check of a standby failed: a product of matrices is wrong")
-    data = draw.integers(0, 256, _COPY_BYTES, dtype=numpy.uint8)
-    if checksum(data.data) != checksum(copy(data).data):
-        raise ReplaceNodeError(f"the check of a standby failed: a copy of {_COPY_BYTES >> 20} MiB has another checksum")
-    _reach(reach)
-
-
-def _reach(reach: Callable[[], None]) -> None:
-    """Try to reach this process several times: a machine under load, or one that was stopped, may miss a time limit."""
-    for number in range(1, _TRIES + 1):
-        try:
-            reach()
-            return
-        except OSError as error:
-            if number == _TRIES:
-                said = f"the check of a standby failed: {_TRIES} messages to itself were lost: {error}"
-                raise ReplaceNodeError(said) from error
-
-
-class Admission:
-    """Checks this standby while it waits for a logical rank.
-
-    Args:
-        reach: see :func:`examine`.
-        failed: function that is called, in another thread, with the error of a failed check.
-        period_s: seconds between two checks.
-        check: the check: a function of ``reach`` and a seed.
-    """
-
-    def __init__(
-        self,
-        reach: Callable[[], None],
-        failed: Callable[[ReplaceNodeError], None],
-        period_s: float = PERIOD_S,
-        check: Callable[[Callable[[], None], int], None] = examine,
-    ):
-        self._reach, self._failed, self._period_s, self._check = reach, failed, period_s, check
-        self._over = threading.Event()
-
-    def start(self) -> None:
-        """Begin to check, in another thread."""
-        threading.Thread(target=self._go_on, name="ft-admission", daemon=True).start()
-
-    def stop(self) -> None:
-        """Begin no further check, and ignore the result of one that is under way."""
-        self._over.set()
-
-    def _go_on(self) -> None:
-        with contextlib.suppress(OSError):  # on Linux this is the priority of this thread alone
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        seed = 0
-        while not self._over.is_set():
-            try:
-                self._check(self._reach, seed)
-            except ReplaceNodeError as error:
-                if not self._over.is_set():
-                    self._failed(error)
-                return
-            seed += 1
-            self._over.wait(self._period_s)
-
-
 def _bind_to_device() -> None:
     """Bind this process to the CPUs near its GPU, if it has one."""
     cuda: Any = torch.cuda
@@ -277,6 +182,8 @@ class Session(protocol.Member):
         orders: queue of the control plane's orders.
         link: connection to the node agent.
         admission: checks this process while it is a standby.
+        memory: memory that this process keeps ready while it is a standby.
+        touched_bytes: memory that this process had touched before it has built anything.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -294,6 +201,7 @@ class Session(protocol.Member):
         self.progress.begun, self.progress.interrupted = self._on_step, self._on_interruption
         self.outside: Callable[[], Outside] | None = None
         self.role = ""
+        self.memory, self.touched_bytes = Memory(), private_memory()
         CLOCK.start()
         network = network_of(environment)
         self.server = SnapshotServer(network, token=self.token)
@@ -316,7 +224,16 @@ class Session(protocol.Member):
         self.link.send(report)
 
     async def next_order(self, within_s: float | None) -> Any | None:
-        return self.orders.next(within_s)
+        while True:
+            touches = self.rank < 0 and self.memory.is_wanted
+            order = self.orders.next(PAUSE_S if touches else within_s)
+            if isinstance(order, Reserve):
+                if self.rank < 0 and (said := self.memory.want(order)):
+                    print(said, flush=True)
+            elif order is None and touches:
+                self.memory.touch()
+            else:
+                return order
 
     async def wait_closed(self, within_s: float) -> bool:
         return self._left.wait(within_s)
@@ -326,6 +243,7 @@ class Session(protocol.Member):
 
     def enter(self, opened: Open) -> None:
         self.admission.stop()
+        self.server.stock.own.spare = self.memory.take() or self.server.stock.own.spare
         with self._lock:
             super().enter(opened)
             if not self.closed:
@@ -380,6 +298,16 @@ class Session(protocol.Member):
         The prefix is different for every epoch, because old keys hold addresses of dead workers.
         """
         return f"groups/{self.epoch}"
+
+    def grown(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> tuple[int, int]:
+        """Return the memory that building model and optimizer has taken: see ``footprint``.
+
+        Args:
+            sections: the sections of a snapshot: name -> name -> live tensor.
+        """
+        snapshot = sum(table.nbytes for table in tables_of(sections).values())
+        on_host = device_of(sections) is None
+        return max(0, private_memory() - self.touched_bytes) if on_host else 0, snapshot
 
     def when_closed(self, interrupt: Callable[[int, str], None]) -> None:
         """Register a callback ``interrupt(epoch, reason)``, called in another thread as soon as an epoch is closed."""
@@ -441,11 +369,11 @@ class Session(protocol.Member):
 
     def _on_step(self, is_usual: bool) -> None:
         if self.groups is not None:
-            self.groups.begins_a_step(is_usual)
+            self.groups.history.begins(is_usual)
 
     def _on_interruption(self) -> None:
         if self.groups is not None:
-            self.groups.is_interrupted()
+            self.groups.history.is_unusual()
 
     def _on_look(self, order: Look) -> None:
         if self.rank < 0:

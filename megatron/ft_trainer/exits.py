@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ft.state.groups.tree import Operation, Tree
+from ft.state.groups.tree import Tree
 from megatron.ft_trainer.arguments.topics import TrainingOptions
 
 SIGNAL, DURATION = 0, 1
@@ -34,7 +34,7 @@ class Exits:
         self._options, self._started = options, started
         self._signum: int | None = None
         self._signalled_at = 0.0
-        self._asked: tuple[torch.Tensor, Operation] | None = None
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None
         self._reason: str | None = None
         self._tree = Tree("EXIT_FLAGS")
         self._previous_handler = None

@@ -8,11 +8,12 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from ft.base.errors import UserError
+from ft.base.options import build
 from megatron import patches
 from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from megatron.ft_trainer import model
-from megatron.ft_trainer.arguments import Options, check, schema
+from megatron.ft_trainer.arguments import Options, check
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.checkpointing import inventory
@@ -95,14 +96,14 @@ def options_in(checkpoint: Path) -> Options:
     core = {name: values[name] for name in (*OF_THE_MODEL, "transformer_impl", "bf16", "fp16") if name in values}
     if not core["group_query_attention"]:
         core["num_query_groups"] = None  # NVIDIA's trainer has filled it in
-    options.core = schema.build(type(options.core), core)
+    options.core = build(type(options.core), core)
     options.training.micro_batch_size = options.training.train_iters = 1  # nothing is trained
     options.core.lr = 0.0
     options.data.seq_length, options.data.data_path = values["seq_length"], values["data_path"]
     options.data.mock_data = not values["data_path"]
     options.core.max_position_embeddings = values["max_position_embeddings"]
     names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "padded_vocab_size")
-    options.tokenizer = schema.build(TokenizerOptions, {name: values[name] for name in names})
+    options.tokenizer = build(TokenizerOptions, {name: values[name] for name in names})
     if options.data.prefix is None or read_sidecar(options.data.prefix) is None:
         options.tokenizer.tokenizer_type = values["tokenizer_type"]
     else:

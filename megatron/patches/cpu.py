@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.patches.cpu_torch import shadow_generator, shadow_sends, shadow_streams, shadow_tensors
+from megatron.patches.plain_kernels import under_sequence_parallel
 from megatron.patches.replace import replace
-from megatron.patches.torch_norm import under_sequence_parallel
 
 RANDOM = "megatron.core.tensor_parallel.random"
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 TORCH_NORM = "megatron.core.transformer.torch_norm"
 MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
 MOE_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+OFFLOADING = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 
 
 def apply() -> None:
@@ -71,6 +72,23 @@ def _patch_core() -> None:
         replace(module, "maybe_move_tensor_to_cpu", _splits_on_host)
     if not hasattr(import_module(MOE_UTILS), "te_general_gemm"):
         replace(MOE_UTILS, "te_general_gemm", None)
+    replace(OFFLOADING, "HybridDeviceOptimizer._get_sub_optimizer_param_groups", _offloaded)
+    replace("megatron.core.optimizer.optimizer_config", "is_te_min_version", _there_is_none)
+    replace("megatron.core.distributed.torch_fully_sharded_data_parallel", "DeviceMesh", _HostMesh)
+
+
+class _HostMesh:
+    """Makes the mesh of a group for tensors in host memory, where core asks for one of CUDA devices."""
+
+    @staticmethod
+    def from_group(group, device_type):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(group, "cpu")
+
+
+def _there_is_none(version, check_equality=True):
+    return False
 
 
 class _OneGenerator(logging.Filter):
@@ -137,3 +155,32 @@ def _uneven_scatter(even):
         return parts.view(group.size(), mine, *input_.shape[1:]).sum(dim=0)
 
     return reduce_scatter
+
+
+def _offloaded(self, offload_fraction):
+    """Divide core's parameter groups between the host and the device, as core does for parameters on a GPU.
+
+    Core offloads parameters with ``is_cuda`` only. Here the model's parameters stand for those of a device: the first
+    ``offload_fraction`` of their elements get copies, which stand for those in the host's memory.
+
+    Returns:
+        what core's method returns: groups of the host, groups of the device, parameter -> its copy on the host, the
+        reverse, parameter in half precision -> its fp32 copy.
+    """
+    left = sum(param.numel() for group in self.param_groups for param in group["params"]) * offload_fraction
+    on_host, on_device, copies, originals, full = [], [], {}, {}, {}
+    for group in self.param_groups:
+        host, device = {**group, "params": []}, {**group, "params": []}
+        for original in group["params"]:
+            is_offloaded, param = left > 0, original
+            if is_offloaded:
+                left -= param.numel()
+                param = param.detach().clone()
+            if self.param_update_in_fp32 and param.dtype != torch.float32:
+                param = full[original] = param.detach().float()
+            if is_offloaded:
+                copies[original], originals[param] = param, original
+            (host if is_offloaded else device)["params"].append(param)
+        on_host += [host] if host["params"] else []
+        on_device += [device] if device["params"] else []
+    return on_host, on_device, copies, originals, full

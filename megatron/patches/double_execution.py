@@ -7,23 +7,22 @@ communication, so that the engine can execute operators a second time without sl
 ``Listener``, core behaves as before.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron.patches.replace import original, replace
+from megatron.patches.replace import wrap
 from megatron.patches.step_state import bucket_groups
 
-_SCHEDULES, _P2P = "megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel.p2p_communication"
-_RANDOM, _PARALLEL = "megatron.core.tensor_parallel.random", "megatron.core.distributed.distributed_data_parallel"
-_SEGMENT, _OUTPUTLESS = "CheckpointFunction.forward", "CheckpointWithoutOutput.checkpoint"
-_FINISHED = "DistributedDataParallel.finish_grad_sync"
-_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
-_GATHER, _GATHERED = (f"_ParamAndGradBucketGroup.{name}" for name in ("start_param_sync", "finish_param_sync"))
-_TENSOR_PARALLEL = tuple(f"megatron.core.tensor_parallel.{module}" for module in ("mappings", "layers"))
-_ALL_GATHER, _REDUCE_SCATTER = "dist_all_gather_func", "dist_reduce_scatter_func"
+_CORE = "megatron.core."
+_SCHEDULES, _P2P = f"{_CORE}pipeline_parallel.schedules", f"{_CORE}pipeline_parallel.p2p_communication"
+_RANDOM, _PARALLEL = f"{_CORE}tensor_parallel.random", f"{_CORE}distributed.distributed_data_parallel"
+_BUFFER = f"{_CORE}distributed.param_and_grad_buffer"
+_WITH_COLLECTIVES = (f"{_CORE}tensor_parallel.mappings", f"{_CORE}tensor_parallel.layers", _BUFFER)
 
 
 class Listener(Protocol):
@@ -135,21 +134,21 @@ def follow(ways: Sequence[Sequence[int]]) -> None:
 
 
 def apply() -> None:
-    replace(_SCHEDULES, "forward_step", _forward_step)
-    replace(_SCHEDULES, "backward_step", _backward_step)
-    replace(_P2P, "_batched_p2p_ops", _batched_p2p_ops)
-    replace(_P2P, "_p2p_ops", _p2p_ops)
-    replace(_RANDOM, _SEGMENT, staticmethod(_segment))
-    replace(_RANDOM, _OUTPUTLESS, _outputless)
-    replace(_PARALLEL, _FINISHED, _finish_grad_sync)
-    replace(_BUFFER, _GATHER, _start_param_sync)
-    replace(_BUFFER, _GATHERED, _finish_param_sync)
-    for module in (*_TENSOR_PARALLEL, _BUFFER):
-        replace(module, _ALL_GATHER, _all_gather_of(module))
-        replace(module, _REDUCE_SCATTER, _reduce_scatter_of(module))
-    replace("torch.distributed", "all_gather", _all_gather_list)
-    replace("torch.distributed", "all_reduce", _all_reduce)
-    replace("torch.distributed", "all_to_all_single", _all_to_all_single)
+    wrap(_SCHEDULES, "forward_step", _forward_step)
+    wrap(_SCHEDULES, "backward_step", _backward_step)
+    wrap(_P2P, "_batched_p2p_ops", _on_its_way)
+    wrap(_P2P, "_p2p_ops", _on_its_way)
+    wrap(_RANDOM, "CheckpointFunction.forward", _recomputed, static=True)
+    wrap(_RANDOM, "CheckpointWithoutOutput.checkpoint", _recomputed)
+    wrap(_PARALLEL, "DistributedDataParallel.finish_grad_sync", _finish_grad_sync)
+    wrap(_BUFFER, "_ParamAndGradBucketGroup.start_param_sync", _param_sync)
+    wrap(_BUFFER, "_ParamAndGradBucketGroup.finish_param_sync", _param_sync)
+    for module in _WITH_COLLECTIVES:
+        wrap(module, "dist_all_gather_func", _all_gather)
+        wrap(module, "dist_reduce_scatter_func", _reduce_scatter)
+    wrap("torch.distributed", "all_gather", _all_gather_list)
+    wrap("torch.distributed", "all_reduce", _all_reduce)
+    wrap("torch.distributed", "all_to_all_single", _all_to_all_single)
 
 
 def active() -> Listener | None:
@@ -157,71 +156,34 @@ def active() -> Listener | None:
     return _listener if _listener is not None and _listener.is_active else None
 
 
-def _forward_step(
-    forward_step_func,
-    data_iterator,
-    model,
-    num_microbatches,
-    input_tensor,
-    forward_data_store,
-    config,
-    cp_group_size,
-    collect_non_loss_data=False,
-    checkpoint_activations_microbatch=None,
-    is_first_microbatch=False,
-    current_microbatch=None,
-    vp_stage=None,
-    is_last_stage=True,
-):
-    def step():
-        return original(f"{_SCHEDULES}.forward_step")(
-            forward_step_func,
-            data_iterator,
-            model,
-            num_microbatches,
-            input_tensor,
-            forward_data_store,
-            config,
-            cp_group_size,
-            collect_non_loss_data,
-            checkpoint_activations_microbatch,
-            is_first_microbatch,
-            current_microbatch,
-            vp_stage,
-            is_last_stage,
-        )
+_signature = cache(inspect.signature)
 
+
+def _forward_step(run, *args, **kwargs):
     listener = active()
     if listener is None:
-        return step()
-    return listener.forward_step(step, vp_stage or 0, input_tensor, _outputs, current_microbatch)
+        return run(*args, **kwargs)
+    given = _signature(run).bind(*args, **kwargs).arguments
+    chunk, microbatch = given.get("vp_stage") or 0, given.get("current_microbatch")
+    return listener.forward_step(partial(run, *args, **kwargs), chunk, given["input_tensor"], _outputs, microbatch)
 
 
 def _outputs(result: tuple) -> Any:
     return result[0]
 
 
-def _backward_step(input_tensor, output_tensor, output_tensor_grad, *rest):
-    def step():
-        return original(f"{_SCHEDULES}.backward_step")(input_tensor, output_tensor, output_tensor_grad, *rest)
-
+def _backward_step(run, input_tensor, output_tensor, output_tensor_grad, *rest):
+    step = partial(run, input_tensor, output_tensor, output_tensor_grad, *rest)
     listener = active()
     return step() if listener is None else listener.backward_step(step, output_tensor, output_tensor_grad)
 
 
-def _batched_p2p_ops(**kwargs):
-    return _on_its_way(original(f"{_P2P}._batched_p2p_ops")(**kwargs))
-
-
-def _p2p_ops(**kwargs):
-    return _on_its_way(original(f"{_P2P}._p2p_ops")(**kwargs))
-
-
-def _on_its_way(requests: Any) -> Any:
+def _on_its_way(run, **kwargs):
     """Wrap p2p requests so that each wait for one is a window.
 
     The window does not begin when the communication starts, because core may compute between the start and the wait.
     """
+    requests = run(**kwargs)
     if active() is None:
         return requests
     if isinstance(requests, dict):
@@ -229,23 +191,18 @@ def _on_its_way(requests: Any) -> Any:
     return [_WindowedRequest(request) for request in requests]
 
 
-def _segment(ctx, run_function, distribute_saved_activations, *args):
-    """Replace the forward of ``CheckpointFunction``, which runs an activation-checkpointed function."""
+def _recomputed(run, context, function, *args):
+    """Run an activation-checkpointed ``function``, which core calls again in the backward.
+
+    ``context``: the context of ``CheckpointFunction``, or a ``CheckpointWithoutOutput``, which discards the output and
+    recomputes it later.
+    """
     listener = active()
-    function = run_function if listener is None else listener.recomputed(run_function)
-    return original(f"{_RANDOM}.{_SEGMENT}")(ctx, function, distribute_saved_activations, *args)
+    return run(context, function if listener is None else listener.recomputed(function), *args)
 
 
-def _outputless(self, run_function, *args):
-    """Replace ``CheckpointWithoutOutput.checkpoint``: core discards the function's output and recomputes it later."""
+def _finish_grad_sync(finish, self, force_all_reduce=False):
     listener = active()
-    function = run_function if listener is None else listener.recomputed(run_function)
-    return original(f"{_RANDOM}.{_OUTPUTLESS}")(self, function, *args)
-
-
-def _finish_grad_sync(self, force_all_reduce=False):
-    listener = active()
-    finish = original(f"{_PARALLEL}.{_FINISHED}")
     if listener is None:
         return finish(self, force_all_reduce=force_all_reduce)
     waits = any(group.grad_reduce_handle is not None for group in bucket_groups(self))
@@ -255,69 +212,37 @@ def _finish_grad_sync(self, force_all_reduce=False):
     return None
 
 
-def _start_param_sync(self, force_sync=False):
-    original(f"{_BUFFER}.{_GATHER}")(self, force_sync=force_sync)
-    _report_parameters(self)
-
-
-def _finish_param_sync(self, skip_next_bucket_dispatch=False):
-    original(f"{_BUFFER}.{_GATHERED}")(self, skip_next_bucket_dispatch=skip_next_bucket_dispatch)
-    _report_parameters(self)
-
-
-def _report_parameters(group: Any) -> None:
+def _param_sync(run, self, *args, **kwargs):
     """Report to the listener that the parameters of a bucket group are gathered, if no gather is still in flight."""
+    run(self, *args, **kwargs)
     listener = active()
-    if listener is not None and group.param_gather_handle is None:
-        listener.completed([bucket.param_data for bucket in group.buckets])
+    if listener is not None and self.param_gather_handle is None:
+        listener.completed([bucket.param_data for bucket in self.buckets])
 
 
-def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    def call(is_async):
-        return original("torch.distributed.all_reduce")(tensor, op, group, is_async)
-
-    return _watched("all_reduce", call, [tensor], tensor, group, async_op, op=op)
+def _all_reduce(run, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    return _watched("all_reduce", partial(run, tensor, op, group), [tensor], tensor, group, async_op, op=op)
 
 
-def _all_gather_list(tensor_list, tensor, group=None, async_op=False):
-    def call(is_async):
-        return original("torch.distributed.all_gather")(tensor_list, tensor, group, is_async)
-
-    return _watched("all_gather", call, tensor_list, tensor, group, async_op)
+def _all_gather_list(run, tensor_list, tensor, group=None, async_op=False):
+    return _watched("all_gather", partial(run, tensor_list, tensor, group), tensor_list, tensor, group, async_op)
 
 
-def _all_gather_of(module: str) -> Callable:
-    """Return the replacement of the all-gather that a module of core has taken from torch."""
-
-    def all_gather(output_tensor, input_tensor, group=None, async_op=False):
-        def call(is_async):
-            return original(f"{module}.{_ALL_GATHER}")(output_tensor, input_tensor, group=group, async_op=is_async)
-
-        return _watched("all_gather", call, [output_tensor], input_tensor, group, async_op)
-
-    return all_gather
+def _all_gather(run, output_tensor, input_tensor, group=None, async_op=False):
+    call = partial(run, output_tensor, input_tensor, group=group)
+    return _watched("all_gather", call, [output_tensor], input_tensor, group, async_op)
 
 
-def _reduce_scatter_of(module: str) -> Callable:
-    """Return the replacement of the reduce-scatter that a module of core has taken from torch."""
-
-    def reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        def call(is_async):
-            return original(f"{module}.{_REDUCE_SCATTER}")(output, input, op=op, group=group, async_op=is_async)
-
-        return _watched("reduce_scatter", call, [output], input, group, async_op, op=op)
-
-    return reduce_scatter
+def _reduce_scatter(run, output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    call = partial(run, output, input, op=op, group=group)
+    return _watched("reduce_scatter", call, [output], input, group, async_op, op=op)
 
 
-def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    def call(is_async):
-        whole = (output, input, output_split_sizes, input_split_sizes, group, is_async)
-        return original("torch.distributed.all_to_all_single")(*whole)
-
+def _all_to_all_single(run, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+    call = partial(run, output, input, output_split_sizes, input_split_sizes, group)
     listener = active()
     if listener is None:
-        return call(async_op)
+        return call(async_op=async_op)
     members = dist.get_world_size(group)
     splits = tuple(
         [len(tensor) // members] * members if sizes is None or not len(sizes) else list(sizes)
@@ -328,7 +253,7 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
 
 def _watched(
     kind: str,
-    call: Callable[[bool], Any],
+    call: Callable[..., Any],
     outputs: Sequence[Any],
     source: Any,
     group: Any,
@@ -339,19 +264,19 @@ def _watched(
 
     Args:
         kind, outputs, source, details: as for ``Listener.communicates``.
-        call: starts the collective, asynchronously if its argument is true, and returns its handle.
+        call: starts the collective, asynchronously if its argument ``async_op`` is true, and returns its handle.
         group: the process group; None: of all ranks.
         async_op: whether the caller waits for the end itself.
     """
     listener = active()
     group = dist.group.WORLD if group is None else group
     if listener is None or dist.get_world_size(group) == 1:
-        return call(async_op)
+        return call(async_op=async_op)
     is_coalesced = group in dist.distributed_c10d._world.pg_coalesce_state
     begun = listener.communicates(kind, group, outputs, source, is_coalesced=is_coalesced, **details)
     if is_coalesced:
-        return call(async_op)
-    work = call(True)
+        return call(async_op=async_op)
+    work = call(async_op=True)
     if work is None:  # this rank is not in the group
         return None
     watched = _ReportingHandle(kind, work, lambda: listener.communicated(begun))

@@ -167,6 +167,24 @@ _CPU_CORE = (
         "core 0.16.1 does not define this name without Transformer Engine, but the router reads it",
         added=True,
     ),
+    Patch(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+        "core offloads only parameters on a GPU; here the model's parameters are divided as these would be",
+        signatures=("(self, offload_fraction)",),
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer_config",
+        "is_te_min_version",
+        "with the precision-aware optimizer, core compares the version of Transformer Engine, which is not there, with "
+        "a number",
+        signatures=("(version, check_equality=True)",),
+    ),
+    Patch(
+        "megatron.core.distributed.torch_fully_sharded_data_parallel",
+        "DeviceMesh",
+        "core makes the mesh of torch's FSDP2 for CUDA devices",
+    ),
 )
 
 _CPU_TORCH = (

@@ -1,6 +1,7 @@
 """Replaces symbols in loaded modules, and records every replaced symbol."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 _originals: dict[str, Any] = {}
@@ -21,6 +22,18 @@ def replace(module: str, symbol: str, new: Any) -> None:
         owner = getattr(owner, part)
     _originals[key] = getattr(owner, name, None)
     setattr(owner, name, new)
+
+
+def wrap(module: str, symbol: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
+    """Replace the function `symbol` of `module` by one that calls ``wrapper(original, *args, **kwargs)``.
+
+    `static`: whether `symbol` is a static method.
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(_originals[f"{module}.{symbol}"], *args, **kwargs)
+
+    replace(module, symbol, staticmethod(wrapped) if static else wrapped)
 
 
 def original(name: str) -> Any:

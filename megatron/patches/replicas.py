@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.distributed import param_and_grad_buffer as core
-from megatron.patches.replace import original, replace
+from megatron.patches.replace import wrap
 from megatron.patches.step_state import bucket_groups
 
 _MODULE, _CLASS = "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup"
-_STARTED, _FINISHED = f"{_CLASS}.start_grad_sync", f"{_CLASS}.finish_grad_sync"
 _ATTRIBUTE = "exchange_with_replicas"
 
 
@@ -40,8 +39,8 @@ class Exchange(Protocol):
 
 
 def apply() -> None:
-    replace(_MODULE, _STARTED, _start_grad_sync)
-    replace(_MODULE, _FINISHED, _finish_grad_sync)
+    wrap(_MODULE, f"{_CLASS}.start_grad_sync", _start_grad_sync)
+    wrap(_MODULE, f"{_CLASS}.finish_grad_sync", _finish_grad_sync)
 
 
 def exchange_through(chunks: Iterable, exchange: Exchange) -> None:
@@ -55,9 +54,9 @@ def groups_of(chunks: Iterable) -> list:
     return [group for chunk in reversed(list(chunks)) for group in bucket_groups(chunk)]
 
 
-def _start_grad_sync(self, force_all_reduce=False):
+def _start_grad_sync(start, self, force_all_reduce=False):
     is_under_way = self.grad_reduce_handle is not None
-    original(f"{_MODULE}.{_STARTED}")(self, force_all_reduce=force_all_reduce)
+    start(self, force_all_reduce=force_all_reduce)
     exchange = getattr(self, _ATTRIBUTE, None)
     if exchange is None or (self.is_first_batch and is_under_way):
         return
@@ -71,8 +70,8 @@ def _start_grad_sync(self, force_all_reduce=False):
     exchange.started(self, parts, None if reduction is None else reduction.wait)
 
 
-def _finish_grad_sync(self, force_all_reduce=False):
-    original(f"{_MODULE}.{_FINISHED}")(self, force_all_reduce=force_all_reduce)
+def _finish_grad_sync(finish, self, force_all_reduce=False):
+    finish(self, force_all_reduce=force_all_reduce)
     exchange = getattr(self, _ATTRIBUTE, None)
     if exchange is not None:
         exchange.finished(self)

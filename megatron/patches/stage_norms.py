@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.optimizer import clip_grads
-from megatron.patches.replace import original, replace
-
-_APPLIER_MODULE, _APPLIER = "megatron.core.optimizer.clip_grads", "multi_tensor_applier"
-_NORM_MODULE, _NORM = "megatron.core.optimizer.optimizer", "get_grad_norm_fp32"
+from megatron.patches.replace import wrap
 
 Listener = Callable[[torch.Tensor | None, dist.ProcessGroup | None], None]
 """Function that is called with two arguments: the 2-norm of this rank's gradients (tensor of one element; None if the
@@ -29,8 +26,8 @@ _own_norm: torch.Tensor | None = None
 
 def apply() -> None:
     """Replace core's two functions."""
-    replace(_APPLIER_MODULE, _APPLIER, _apply_to_many)
-    replace(_NORM_MODULE, _NORM, _get_grad_norm)
+    wrap("megatron.core.optimizer.clip_grads", "multi_tensor_applier", _apply_to_many)
+    wrap("megatron.core.optimizer.optimizer", "get_grad_norm_fp32", _get_grad_norm)
 
 
 def listen(listener: Listener | None) -> None:
@@ -44,20 +41,18 @@ def listener() -> Listener | None:
     return _listener
 
 
-def _apply_to_many(operation, *args):
+def _apply_to_many(run, operation, *args):
     global _own_norm
-    result = original(f"{_APPLIER_MODULE}.{_APPLIER}")(operation, *args)
+    result = run(operation, *args)
     if operation is clip_grads.l2_norm_impl:
         _own_norm = result[0]
     return result
 
 
-def _get_grad_norm(grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
+def _get_grad_norm(run, grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
     global _own_norm
     _own_norm = None
-    total = original(f"{_NORM_MODULE}.{_NORM}")(
-        grads_for_norm, norm_type=norm_type, grad_stats_parallel_group=grad_stats_parallel_group
-    )
+    total = run(grads_for_norm, norm_type=norm_type, grad_stats_parallel_group=grad_stats_parallel_group)
     if _listener is not None and norm_type == 2:
         _listener(_own_norm, grad_stats_parallel_group)
     _own_norm = None

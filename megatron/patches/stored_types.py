@@ -109,10 +109,12 @@ def apply() -> None:
     Have it also accept members of enumerations that Python 3.11.0 to 3.11.3 has pickled. These releases (Debian 12 has
     3.11.2) pickle a member as a call of ``getattr``, and a signal by its name in the module ``signal``, neither of
     which ``torch.load`` accepts by default. Megatron-LM stores such members in the ``args`` of its checkpoints, and
-    cannot load them there itself. ``getattr`` is accepted of enumerations and of nothing else.
+    cannot load them there itself. ``getattr`` is accepted of enumerations and of nothing else. And have it accept the
+    classes of torch's optimizers that core stores in the parameter groups of --optimizer-cpu-offload.
     """
     signals = [(each, f"signal.{each.name}") for each in signal.Signals]
-    torch.serialization.add_safe_globals([(_member, "builtins.getattr"), *signals])
+    offloaded = [torch.optim.AdamW, torch.optim.SGD]
+    torch.serialization.add_safe_globals([(_member, "builtins.getattr"), *signals, *offloaded])
     restricted = SimpleNamespace(**{**vars(pickle), "load": read_metadata})
     replace("torch.distributed.checkpoint.filesystem", "pickle", restricted)
     replace("torch.distributed.checkpoint.default_planner", "DefaultLoadPlanner.load_bytes", _load_bytes)

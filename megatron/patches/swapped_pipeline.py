@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.patches.replace import original, replace
+from megatron.patches.replace import wrap
 
 _MODULE, _NAME = "megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"
 
@@ -20,7 +20,7 @@ _plainly: Callable[[Callable[[], Any]], Any] | None = None
 
 def apply() -> None:
     """Replace core's schedule; without :func:`use`, the replacement runs core's schedule."""
-    replace(_MODULE, _NAME, _forward_backward)
+    wrap(_MODULE, _NAME, _forward_backward)
 
 
 def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], Any] | None = None) -> None:
@@ -40,11 +40,11 @@ def used() -> tuple[Callable[..., Any] | None, Callable[[Callable[[], Any]], Any
     return _run, _plainly
 
 
-def _forward_backward(*, forward_step_func, data_iterator, model, num_microbatches, **others):
+def _forward_backward(run_by_core, *, forward_step_func, data_iterator, model, num_microbatches, **others):
     given = {"forward_step_func": forward_step_func, "data_iterator": data_iterator, "model": model}
 
     def by_core() -> Any:
-        return original(f"{_MODULE}.{_NAME}")(**given, num_microbatches=num_microbatches, **others)
+        return run_by_core(**given, num_microbatches=num_microbatches, **others)
 
     if _run is None:
         return by_core()

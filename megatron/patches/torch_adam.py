@@ -13,14 +13,13 @@ So a fresh optimizer gets moments and step counts of zero before core asks for i
 while core loads the tensors, and then set from the loaded parameter groups.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ft.state.snapshot import optimizers
-from megatron.patches.replace import replace
+from megatron.patches.replace import wrap
 
 _MODULE, _CLASS = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"
 _TENSORS = "param_state"
@@ -30,38 +29,28 @@ _LOADERS = {"dp_zero_gather_scatter": "dp_zero", "fully_sharded_model_space": "f
 
 def apply() -> None:
     """Replace the two methods of core's distributed optimizer that read and set its inner optimizer's state."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    replace(_MODULE, f"{_CLASS}.state_dict", _allocated(DistributedOptimizer.state_dict))
-    replace(_MODULE, f"{_CLASS}.load_state_dict", _counted(DistributedOptimizer.load_state_dict))
+    wrap(_MODULE, f"{_CLASS}.state_dict", _state_dict)
+    wrap(_MODULE, f"{_CLASS}.load_state_dict", _load_state_dict)
 
 
-def _allocated(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def state_dict(self: Any) -> dict:
-        if optimizers.wraps_torch_optimizer(self) and not self.optimizer.state:
-            optimizers.allocate(self.optimizer)
-        return original(self)
-
-    return state_dict
+def _state_dict(run: Callable, self: Any) -> dict:
+    if optimizers.wraps_torch_optimizer(self) and not self.optimizer.state:
+        optimizers.allocate(self.optimizer)
+    return run(self)
 
 
-def _counted(original: Callable) -> Callable:
-    @functools.wraps(original)
-    @torch.no_grad()
-    def load_state_dict(self: Any, state_dict: dict) -> None:
-        if not optimizers.wraps_torch_optimizer(self) or _TENSORS not in state_dict:
-            original(self, state_dict)
-            return
-        original(self, {key: value for key, value in state_dict.items() if key != _TENSORS})
-        inner = self.optimizer
-        for of_parameter in inner.state.values():
-            of_parameter.pop("step", None)
-        form = state_dict["param_state_sharding_type"]
-        getattr(self, f"load_parameter_state_from_{_LOADERS.get(form, form)}")(state_dict[_TENSORS])
-        for group in inner.param_groups:
-            step = float(group.pop("step"))
-            for parameter in group["params"]:
-                inner.state[parameter]["step"] = torch.tensor(step)
-
-    return load_state_dict
+@torch.no_grad()
+def _load_state_dict(run: Callable, self: Any, state_dict: dict) -> None:
+    if not optimizers.wraps_torch_optimizer(self) or _TENSORS not in state_dict:
+        run(self, state_dict)
+        return
+    run(self, {key: value for key, value in state_dict.items() if key != _TENSORS})
+    inner = self.optimizer
+    for of_parameter in inner.state.values():
+        of_parameter.pop("step", None)
+    form = state_dict["param_state_sharding_type"]
+    getattr(self, f"load_parameter_state_from_{_LOADERS.get(form, form)}")(state_dict[_TENSORS])
+    for group in inner.param_groups:
+        step = float(group.pop("step"))
+        for parameter in group["params"]:
+            inner.state[parameter]["step"] = torch.tensor(step)

@@ -212,9 +212,9 @@ def train_twice(given: str) -> dict:
         def clean(self, step, attempt):
             told["clean"].append((step, attempt))
 
-    from ft.systems.dmr.runtime import install
+    from ft.systems.dmr import layer
 
-    injection.FlipReporter, install.FindingReporter = Hits, Witness
+    injection.FlipReporter, layer.FindingReporter = Hits, Witness
     runs.run(given)
     return told
 

@@ -1,9 +1,14 @@
 """Hot-swap end to end: `ft run` with faults, against the same training without any."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
-from ft_runs import flags, ft_run
+from ft_runs import Finished, Running, flags, ft_run
 
 ZERO = "--use-distributed-optimizer"
+HOST = f"{ZERO} --bf16 --use-precision-aware-optimizer --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 LAYOUTS = {
     "tp1 pp2 dp2": (4, f"{ZERO} --pipeline-model-parallel-size 2"),
     "tp2 pp1 dp2": (4, f"{ZERO} --tensor-model-parallel-size 2"),
@@ -17,13 +22,15 @@ LAYOUTS = {
     "interleaved": (4, f"{ZERO} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "overlapped": (4, f"{ZERO} --overlap-grad-reduce --overlap-param-gather"),
     "replicated optimizer": (4, "--pipeline-model-parallel-size 2"),
+    "optimizer on the host": (2, f"{HOST} --overlap-grad-reduce --overlap-param-gather"),
+    "optimizer partly on the host": (4, f"{HOST} --pipeline-model-parallel-size 2 --optimizer-offload-fraction 0.5"),
     "no data parallelism": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
 }
 PHASES = ("forward", "backward", "reduce", "optimizer", "transfer", "save", "evaluate")
 
 
-EVERY_TIME = ("tp2 pp2 dp2",)
-"""Layouts of the default tier: tensor, pipeline and data parallelism with the distributed optimizer."""
+EVERY_TIME = ("tp2 pp2 dp2", "optimizer on the host")
+"""Layouts of the default tier: tensor, pipeline and data parallelism with the distributed optimizer; its offloading."""
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,34 @@ def test_a_redone_step_that_reads_another_batch_is_said(corpus, tmp_path):
     assert (found.rank, found.step) == (0, 4) and "other batches" in found.detail["differences"][0], found
     said = "step 4 was done again after the recovery and differs from its first try, on rank 0"
     assert said in done.output, done.explain()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_standby_that_ends_while_it_touches_memory_is_replaced_and_its_memory_freed(
+    signum, corpus, reference, tmp_path
+):
+    layout, steps = LAYOUTS["tp1 pp2 dp2"][1], 80
+    script = "tests/helpers/slow_standby_gpt.py"
+    run = Running(tmp_path / "run", script, flags(corpus, layout, steps), nproc=2)
+    run.wait_for(lambda: touches(run, "n0.w2"))
+    os.kill(process_of(run, "n0.w2"), signum)
+    run.wait_for(lambda: touches(run, "n0.w3"))
+    assert not Path(f"/proc/{process_of(run, 'n0.w2')}").exists()
+    os.kill(process_of(run, "n0.w1"), signal.SIGKILL)  # the standby has not touched all of its memory yet
+    done = run.wait()
+    assert done.code == 0 and done.losses == reference(2, layout, steps), done.explain()
+    assert not done.named("restarted") and len(done.named("resumed")) == 2, done.explain()
+    assert done.named("epoch_opened")[-1].detail["seats"]["1"] == "n0.w3"
+
+
+def touches(run: Running, worker: str) -> bool:
+    log = run.folder / "logs" / f"{worker}.log"
+    return log.exists() and "kept ready for a logical rank" in log.read_text()
+
+
+def process_of(run: Running, worker: str) -> int:
+    started = Finished(0, "", run.folder).named("worker_started")
+    return next(event.detail["pid"] for event in started if event.worker == worker)
 
 
 @pytest.mark.long

@@ -25,6 +25,7 @@ class Shape:
     distributed_optimizer: bool = True
     dropout: float = 0.1
     bf16: bool = False
+    offloaded: bool = False
 
     def flags(self, sizes: dict) -> str:
         shape = {
@@ -39,6 +40,8 @@ class Shape:
         }
         switches = {
             "bf16": self.bf16,
+            "use_precision_aware_optimizer": self.offloaded,
+            "optimizer_cpu_offload": self.offloaded,
             "use_distributed_optimizer": self.distributed_optimizer,
             "sequence_parallel": self.tp > 1 and self.experts is not None,
         }
@@ -131,7 +134,7 @@ class Run:
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             add(_inner_state(optimizer))
         add(self.scheduler.state_dict())
-        add(rng.sharded(False).data)
+        add(rng.sharded().data)
         add(vars(self.state))
         return hashed.hexdigest()
 
@@ -178,5 +181,6 @@ def _inner_state(optimizer) -> list:
     for group in inner.param_groups:
         found.append({k: v for k, v in group.items() if k != "params"})
         for parameter in group["params"]:
-            found += [parameter, inner.state[parameter]]
+            held = inner.state[parameter]
+            found += [parameter, {key: value for key, value in held.items() if not isinstance(value, bool)}]
     return found

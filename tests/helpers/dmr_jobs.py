@@ -29,24 +29,23 @@ def assemble(flags: str, has_te: bool = False):
 def protection(job, way: str | Path, unstable: Path | None = None):
     """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file. ``unstable``: a file of
     operators that are left unverified."""
-    from ft.systems.dmr.runtime.install import Settings, install
-    from megatron.ft_trainer.trainer import JobPosition, fingerprint
+    from ft.protection.contract import Asked
+    from ft.systems.dmr.layer import DoubleExecution
+    from megatron.ft_trainer.trainer import JobTrainer
 
-    trainee = job.trainee
-    settings = Settings(None, way, unstable) if isinstance(way, Path) else Settings(way, None, unstable)
-    of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
-    verification = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
+    ways = (None, way) if isinstance(way, Path) else (way, None)
+    asked = {"ft_dmr_unstable": unstable, "ft_dmr_retries": 2, "ft_dmr_inject": []}
+    flags = SimpleNamespace(ft_dmr=ways[0], ft_dmr_plan=ways[1], **asked)
+    verification = DoubleExecution(Asked(flags, {})).layer(JobTrainer(job), ())
     follow(job, verification)
     return verification
 
 
-def follow(job, session) -> None:
-    """Route every step of ``job`` through ``session``: double execution, or its profiler."""
+def follow(job, layer) -> None:
+    """Route every step of ``job`` through ``layer``: double execution, or its profiler."""
     from ft.protection.stack import Stack
-    from ft.systems.dmr.layer import InterceptedStep
-    from megatron.ft_trainer.trainer import JobTrainer
 
-    job.protection, job.verified = Stack([InterceptedStep(JobTrainer(job), session)]), True
+    job.protection, job.verified = Stack([layer]), True
     job.protection.protect(job.trainee.optimizer)
 
 
@@ -59,12 +58,11 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
     from ft.systems.dmr.plan.file import read_trace, write_plan
     from ft.systems.dmr.plan.planner import plan
     from ft.systems.dmr.profile.session import ITERATIONS, install
-    from megatron.ft_trainer.trainer import fingerprint
+    from megatron.ft_trainer.trainer import JobTrainer
 
-    trainee, again, path = job.trainee, Again(job), folder / "plan.json"
-    microbatches = job.microbatches(job.options.training.global_batch_size)
-    told = {"fingerprint": fingerprint(job.options, job.layout), "end": lambda reason: None}
-    follow(job, install(folder / "profile.json", trainee.chunks, trainee.optimizer, microbatches, **told))
+    again, path, trainer = Again(job), folder / "plan.json", JobTrainer(job)
+    trainer.end = lambda reason: None
+    follow(job, install(folder / "profile.json", trainer))
     for _ in range(ITERATIONS):
         again.step()
     if dist.get_rank() == 0:

@@ -27,7 +27,7 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
     """Return a trace of one stage with alternating operators and windows; some operators are recomputed, change
     tensors, draw random numbers, or are not reproducible."""
     rng = random.Random(seed)
-    tensors = {"w": Tensor("w", 64.0)}
+    tensors = {"w": Tensor(64.0)}
     ops, windows, now, previous = [], [], 0.0, "w"
     for i in range(rng.randint(1, most)):
         if windows is not None and rng.random() < 0.4:
@@ -41,9 +41,8 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
             segment = (f"s{i // 4}", i % 4 == 3, rng.random() < 0.3)
         length = rng.choice((0.0, 1.0, rng.uniform(0, 30)))
         out = f"t{i}"
-        tensors[out] = Tensor(
-            out, float(rng.randint(0, 40)), rng.choice((None, now + length, now + rng.uniform(0, 90)))
-        )
+        size = float(rng.randint(0, 40))
+        tensors[out] = Tensor(size, rng.choice((None, now + length, now + rng.uniform(0, 90))))
         mutates = (rng.choice(list(tensors)),) if rng.random() < 0.1 else ()
         compare_us = rng.choice((0.0, 0.5))
         flags = dict(zip(("rng", "deterministic"), (rng.random() < 0.1, rng.random() < 0.95), strict=True))
@@ -57,7 +56,7 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
     if rng.random() < 0.7:
         ops.append(Operator("adam", "adam", OPTIMIZER, now, 5.0, ("w",), mutates=("w",)))
     points = sorted((rng.uniform(0, now), float(rng.randint(0, 100))) for _ in range(rng.randint(0, 12)))
-    return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), None, rng.random() < 0.5)
+    return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), early_stop=rng.random() < 0.5)
 
 
 def pipeline_trace(
@@ -68,7 +67,7 @@ def pipeline_trace(
     times = (10.0, 20.0, 5.0, 15.0)
     once = sum(times)
     timeline = simulate(pipeline, lambda unit: layers * (3 * once + 2 * tp_us if unit.backward else once + tp_us))
-    tensors, ops, windows = {"w": Tensor("w", 1.0)}, [], []
+    tensors, ops, windows = {"w": Tensor(1.0)}, [], []
     for unit, (now, end) in timeline.times.items():
         for step in range(layers):
             layer = layers - 1 - step if unit.backward else step
@@ -83,24 +82,25 @@ def pipeline_trace(
     memory = Memory({stage: _in_use(timeline, stage, size) for stage in range(pipeline.stages)})
     ops.sort(key=lambda op: (op.stage, op.start_us))
     windows.sort(key=lambda one: (one.stage, one.start_us))
-    return Trace(PRINT, tuple(ops), tensors, tuple(windows), memory, pipeline)
+    units = tuple((unit, *times) for unit, times in timeline.times.items())
+    return Trace(PRINT, tuple(ops), tensors, tuple(windows), memory, pipeline, units=units)
 
 
 def _block(unit: Unit, layer: int, phase: str, now: float, end: float, size: float, times, tensors, ops) -> float:
     key = f"{unit.stage}.{unit.chunk}.{unit.microbatch}.{layer}"
     where = {"stage": unit.stage, "microbatch": unit.microbatch, "layer": layer, "chunk": unit.chunk}
     previous = f"{key}.in"
-    tensors.setdefault(previous, Tensor(previous, size, None))
+    tensors.setdefault(previous, Tensor(size, None))
     if phase == BACKWARD:
         previous = f"{key}.grad"
-        tensors[previous] = Tensor(previous, size, now)
+        tensors[previous] = Tensor(size, now)
     for i, time in enumerate(times):
         length = time * (2 if phase == BACKWARD else 1)
         out = f"{key}.{phase[0]}{i}"
         reads = ("w", previous)
         if phase == BACKWARD:
             reads += (f"{key}.r{3 - i}",)
-        tensors[out] = Tensor(out, size, end if phase == RECOMPUTE else now + length)
+        tensors[out] = Tensor(size, end if phase == RECOMPUTE else now + length)
         segment = {"ac_segment": key, "is_segment_last": i == 3} if phase != BACKWARD else {}
         ops.append(Operator(out, f"mm{i}", phase, now, length, reads, (out,), compare_us=0.1, **where, **segment))
         now, previous = now + length, out

@@ -45,8 +45,10 @@ def test_resume_is_bit_exact(ranks, tmp_path, shape):
         (Shape(distributed_optimizer=False), True),
         (Shape(tp=2, bf16=True), True),
         (Shape(tp=2, ep=2, experts=4), True),
+        (Shape(bf16=True, offloaded=True), False),
+        (Shape(bf16=True, offloaded=True), True),
     ],
-    ids=["dp-reshardable", "replicated-optimizer", "bf16", "experts"],
+    ids=["dp-reshardable", "replicated-optimizer", "bf16", "experts", "offloaded", "offloaded, any layout"],
 )
 def test_other_kinds_resume_bit_exactly(ranks, tmp_path, shape, any_layout):
     world_size = 4 if shape.experts else 2

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import FtError, UserError
 from ft.net import listener
@@ -274,7 +275,7 @@ def test_a_tcp_store_that_somebody_has_reached_is_thrown_away(monkeypatch):
             strangers.append(make(host, port, is_master=False, wait_for_workers=False))
         return store
 
-    monkeypatch.setattr(dist, "TCPStore", made)
+    monkeypatch.setattr(c10d, "TCPStore", made)
     store = lone_tcp_store()
     store.set("a", "1")
     with pytest.raises(RuntimeError):

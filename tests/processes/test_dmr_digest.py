@@ -1,7 +1,11 @@
-"""The digest: one value from C and plain torch, of every dtype, layout and length."""
+"""The digest: one value from C, plain torch and Triton, of every dtype, layout and length; every flip of bits changes
+it, and what the proof says holds on small cases."""
 
 import hashlib
+import importlib.util
+import itertools
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -10,11 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from dmr_tensors import DTYPES, LENGTHS, anything, from_eager
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ft.base.errors import UserError
-from ft.systems.dmr.digest import api, backend, definition, differing, digest, digest_many, native, same
+from ft.systems.dmr.digest import _backend, backend, definition, differing, digest, native, same
+from ft.systems.dmr.digest.definition import WORDS
 
 ROOT = Path(__file__).parent.parent.parent
+TRITON = importlib.util.find_spec("triton") is not None
 VECTORS = [  # digests cross versions and machines: they have to stay what they are
     [-8165034748379291751, -7539282453413473298],
     [-758086880920824568, 957760785999190655],
@@ -153,15 +161,6 @@ def test_shape_dtype_order_and_seed_count():
     assert len(set(values)) == len(values)
 
 
-def test_digest_many_gives_a_row_per_tensor():
-    tensors = [torch.zeros(()), torch.randn(3, 5000), torch.ones(0, 4), torch.ones(9, dtype=torch.bool)]
-    rows = digest_many(tensors, 12)
-    assert rows.dtype == torch.int64
-    assert rows.shape == (4, 2)
-    assert all(torch.equal(row, digest(tensor, 12)) for row, tensor in zip(rows, tensors, strict=True))
-    assert digest_many([], 12).shape == (0, 2)
-
-
 def test_gradients_are_not_recorded():
     tensor = torch.randn(5, requires_grad=True)
     assert not digest(tensor, 0).requires_grad
@@ -222,21 +221,21 @@ def cannot(tensor, seed, out):
 
 @pytest.mark.parametrize(("fast", "fault"), [(says_otherwise, "another digest"), (cannot, "no compiler found")])
 def test_a_fast_backend_that_fails_its_trial_is_not_used(fast, fault, monkeypatch, capsys):
-    monkeypatch.setattr(api, "_fast", lambda device_type: fast)
-    api._backend.cache_clear()
+    monkeypatch.setattr("ft.systems.dmr.digest._fast", lambda device_type: fast)
+    _backend.cache_clear()
     try:
         assert backend("cpu") == "eager"
         assert digest(torch.zeros(0), 0).tolist() == VECTORS[0]
         assert capsys.readouterr().err.count(fault) == 1
     finally:
-        api._backend.cache_clear()
+        _backend.cache_clear()
 
 
 def test_without_the_library_digests_are_the_same_and_that_is_said_once(tmp_path):
     shutil.copytree(ROOT / "ft", tmp_path / "ft", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     program = """
 import torch
-from ft.systems.dmr.digest import api, backend, digest
+from ft.systems.dmr.digest import _backend, backend, digest
 assert backend("cpu") == "eager"
 for seed in range(3):
     digest(torch.arange(9000), seed)
@@ -246,3 +245,163 @@ print(digest(torch.arange(9000), 5).tolist())
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == str(digest(torch.arange(9000), 5).tolist())
     assert done.stderr.count("plain torch computes the same") == 1
+
+
+def flipped(tensor: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor:
+    """A copy with the given (byte, bit) places flipped."""
+    other = tensor.clone()
+    octets = other.view(torch.uint8)
+    for byte, bit in places:
+        octets[byte] ^= 1 << bit
+    return other
+
+
+def test_every_single_bit_of_a_block_and_a_half_is_seen():
+    tensor = anything(WORDS + WORDS // 2, torch.float32, 1)
+    mine = digest(tensor, 77)
+    octets = tensor.view(torch.uint8)
+    for byte in range(0, octets.numel(), 7):
+        octets[byte] ^= 1 << byte % 8
+        assert (digest(tensor, 77) != mine).all(), byte
+        octets[byte] ^= 1 << byte % 8
+    assert torch.equal(digest(tensor, 77), mine)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_digest_differs_exactly_where_the_bits_do(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    length = data.draw(st.sampled_from([1, 2, 9, 100, WORDS - 1, WORDS, 2 * WORDS + 1]))
+    tensor = anything(length, dtype, data.draw(st.integers(0, 99)))
+    byte = st.integers(0, length * dtype.itemsize - 1)
+    places = data.draw(st.lists(st.tuples(byte, st.integers(0, 0 if dtype == torch.bool else 7)), max_size=64))
+    other = flipped(tensor, places)
+    seed = data.draw(st.integers(0, 3) | st.just(2**127))
+    alike = all(places.count(place) % 2 == 0 for place in places)
+    assert same(tensor, other) == alike
+    assert bool((digest(tensor, seed) == digest(other, seed)).any()) == alike
+    assert bool((digest(tensor, seed) == digest(other, seed)).all()) == alike
+
+
+def of_two_flips(chance: random.Random):
+    """Equal flips at two places, which an XOR of all words misses."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        tensor, width = anything(3 * WORDS, dtype, 2), dtype.itemsize
+        mine = digest(tensor, 1)
+        for _ in range(1000):
+            places, inside, bit = chance.sample(range(3 * WORDS), 2), chance.randrange(width), chance.randrange(8)
+            yield mine, flipped(tensor, [(place * width + inside, bit) for place in places])
+
+
+def of_swaps(chance: random.Random):
+    """Swapped elements and blocks, which a sum of all words misses, or of all digests of blocks."""
+    tensor = anything(8 * WORDS, torch.int32, 4)
+    mine = digest(tensor, 1)
+    for unit in (1, 2, 64, WORDS):
+        for _ in range(200 if unit < WORDS else 28):
+            first, second = chance.sample(range(8 * WORDS // unit), 2)
+            other = tensor.clone().view(-1, unit)
+            other[[first, second]] = other[[second, first]]
+            yield mine, other.view(-1)
+
+
+def of_differences(_chance: random.Random):
+    """Plus and minus the same at two places, which a sum misses, too."""
+    tensor = anything(2 * WORDS, torch.int32, 6)
+    mine = digest(tensor, 1)
+    for distance, amount in itertools.product((1, 2, 4, 1024, WORDS - 1, WORDS), (1, 2**16, 2**30)):
+        other = tensor.clone()
+        other[0] += amount
+        other[distance] -= amount
+        yield mine, other
+
+
+@pytest.mark.parametrize("changes", [of_two_flips, of_swaps, of_differences])
+def test_what_simpler_sums_of_words_miss_is_seen_in_both_columns(changes):
+    for mine, other in changes(random.Random(3)):
+        assert (digest(other, 1) != mine).all()
+
+
+def test_constant_tensors_of_all_values_have_digests_of_their_own():
+    tensors = [torch.full((n,), value, dtype=torch.int8) for n in (1, 3, 9) for value in range(-128, 128)]
+    rows = torch.stack([digest(tensor, 0) for tensor in tensors])
+    for column in (0, 1):
+        assert rows[:, column].unique().numel() == 3 * 256
+
+
+def test_of_many_tensors_no_half_of_a_column_is_skewed():
+    """Mean of every bit over 2,000 tensors and over 100 seeds, within six standard deviations of a half."""
+    for numbers in (
+        torch.stack([digest(anything(5, torch.int32, i), 1) for i in range(2000)]),
+        torch.stack([digest(anything(5, torch.int32, 0) | 1, seed) for seed in range(100)]),
+    ):
+        bits = (numbers.unsqueeze(-1) >> torch.arange(64)) & 1
+        off = (bits.double().mean(0) - 0.5).abs().max().item()
+        assert off < 6 * 0.5 / len(numbers) ** 0.5
+
+
+def test_the_worst_difference_of_the_proof_still_leaves_33_bits_of_a_column():
+    """A flip of the highest bit changes a column by 2^31 times a key: always, and only above bit 31."""
+    tensor = anything(100, torch.int32, 8)
+    changes = set()
+    for seed in range(100):
+        other = tensor.clone()
+        other[50] ^= -(2**31)
+        change = (digest(tensor, seed) - digest(other, seed))[0].item() % 2**64
+        assert change % 2**31 == 0
+        changes.add(change >> 31)
+    assert len(changes) == 100
+    assert 0 not in changes
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed (it comes with builds of torch for CUDA)")
+def test_the_triton_kernel_gives_the_same_value_in_its_interpreter():
+    program = """
+import sys, torch
+sys.path.insert(0, "tests/helpers")
+import dmr_tensors as here
+from ft.systems.dmr.digest import kernel
+kernel._FEW_BLOCKS = 3
+for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float64):
+    for length in (0, 1, 3, 4096, 4097, 30001):
+        tensor, out = here.anything(length, dtype, seed=length), torch.empty(2, dtype=torch.int64)
+        kernel.digest(tensor, 4, out)
+        assert out.tolist() == here.from_eager(tensor, 4), (dtype, length)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=180)
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed (it comes with builds of torch for CUDA)")
+def test_the_triton_kernel_compiles_for_gpus_that_are_not_here():
+    program = """
+import triton
+from triton.backends.compiler import GPUTarget
+from ft.systems.dmr.digest import kernel
+pointers = {"words": "*i32", "halves": "*i32", "numbers": "*i64"}
+signature = {name: pointers.get(name, "constexpr" if name.isupper() else "i64") for name in kernel.level.arg_names}
+for architecture in (80, 90):
+    for rows in (1, kernel._ROWS):
+        constants = {"WORDS": kernel.WORDS, "ROWS": rows, "WIDTH": kernel.WIDTH}
+        source = triton.compiler.ASTSource(kernel.level, signature, constants)
+        built = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": kernel.WARPS})
+        assert built.asm["cubin"] and "local" not in built.asm["ptx"].split(".entry")[1]
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=180)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_gives_the_same_value_without_synchronisation(dtype):
+    digest(torch.zeros(1, device="cuda"), 5)  # the keys of this seed are there from now on
+    for length in [*LENGTHS, 5_000_001]:
+        tensor = anything(length, dtype, seed=length)
+        there = tensor.cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = digest(there, 5)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert got.tolist() == digest(tensor, 5).tolist() == from_eager(there, 5), length
+        assert same(there, there)

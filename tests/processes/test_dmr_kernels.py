@@ -12,7 +12,7 @@ from core_wheels import newest_wheel
 from ft.base.errors import UserError
 from ft.protection import table
 from ft.systems.dmr import flags as dmr_flags
-from ft.systems.dmr.runtime.install import refuse_opaque_optimizer, refuse_varying_attention
+from ft.systems.dmr.layer import refuse_opaque_optimizer, refuse_varying_attention
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import check, parse
 

@@ -177,8 +177,8 @@ def test_a_lasting_fault_before_communication_within_a_call_is_blamed_on_its_ran
 def not_reproducible(flags: str, folder) -> tuple:
     import torch.distributed as dist
 
+    from ft.systems.dmr.plan.file import Unstable, write_unstable
     from ft.systems.dmr.runtime.protection import CorruptionError
-    from ft.systems.dmr.unstable import Unstable, write_unstable
 
     job = dmr_jobs.assemble(flags)
     planted.plant(job.trainee.chunks, "NotReproducible")

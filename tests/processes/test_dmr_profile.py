@@ -13,10 +13,10 @@ import small_runs as runs
 from ft.base.errors import UserError
 from ft.cli import main as ft
 from ft.systems.dmr.plan.file import differences, read_plan
-from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, Trace
+from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, Operator, Trace, Window
 from ft.systems.dmr.profile.assemble import ComparisonCosts, assemble, blocks
-from ft.systems.dmr.profile.recorder import ExecutedOperator, IterationRecord, Memory, RecordedWait, StageRecord, Timed
-from ft.systems.dmr.runtime.cursor import OperatorCall
+from ft.systems.dmr.profile.recorder import Memory, StageRecord, Timed
+from ft.systems.dmr.runtime.cursor import operator_id
 from ft.systems.schedule.kinds import Pipeline
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
@@ -100,11 +100,14 @@ def _is_as_planned(coverage: dict, plan, stage: int, exactly: bool) -> None:
     "spoil, said",
     [
         (
-            lambda values: values["fingerprint"].update(dp=2, micro_batch=4, microbatches=1),
+            lambda values: values["trace"]["fingerprint"].update(dp=2, micro_batch=4, microbatches=1),
             "dp: planned for 2, the run has 1; micro_batch: planned for 4, the run has 2; "
             "microbatches: planned for 1, the run has 4",
         ),
-        (lambda values: values["fingerprint"].update(model="another"), "the DMR plan was made for another run: model"),
+        (
+            lambda values: values["trace"]["fingerprint"].update(model="another"),
+            "the DMR plan was made for another run: model",
+        ),
         (None, "is not JSON"),
     ],
 )
@@ -193,25 +196,28 @@ def test_the_commands_own_failure_is_the_answer(tmp_path):
 # ------------------------------------------------------------------------------------------ putting stages together
 
 
-def executed(name: str, phase: str, microbatch: int = 0, layer: int = 0, **how) -> ExecutedOperator:
-    return ExecutedOperator(OperatorCall(name, phase, 0, microbatch, layer, 0), **how)
+def executed(stage: int, name: str, phase: str, microbatch: int = 0, layer: int = 0, **how) -> Operator:
+    where = {"stage": stage, "microbatch": microbatch, "layer": layer}
+    return Operator(operator_id(stage, phase, 0, microbatch, 0), name, phase, 0.0, 0.0, **where, **how)
 
 
 def stage_record(stage: int, us: float) -> StageRecord:
     """Two microbatches, each one operator forward and one backward of ``us``, with the waits of 1F1B on two stages."""
     f, b = (
-        [executed("mm", phase, number, 1, outs=(2 * number + is_back,)) for number in range(2)]
+        [executed(stage, "mm", phase, number, 1, out_ids=(f"t{2 * number + is_back}",)) for number in range(2)]
         for is_back, phase in enumerate(("forward", "backward"))
     )
     first = [f[0], "s", f[1], "r", b[0], "r", b[1]]
     last = ["r", f[0], b[0], "r", f[1], b[1], "s"]
-    zero, adam = (executed(name, phase) for name, phase in (("zero_", "between"), ("adam", "optimizer")))
+    zero, adam = (executed(stage, name, phase) for name, phase in (("zero_", "between"), ("adam", "optimizer")))
     events = [zero, *(first if stage == 0 else last), adam]
     waits = iter(range(9))
-    events = [RecordedWait("p2p", next(waits)) if isinstance(each, str) else each for each in events]
-    times = [Timed(1.0, 500.0 if isinstance(each, RecordedWait) else us) for each in events]
-    memory = [Memory(100, freed=len(events) - 1) for _ in range(4)]
-    return StageRecord(stage, IterationRecord(events, memory, [100] * len(events)), tuple(times))
+    events = [
+        Window(f"p2p.{next(waits)}", 0.0, 0.0, "p2p", stage) if isinstance(each, str) else each for each in events
+    ]
+    times = [Timed(1.0, 500.0 if isinstance(each, Window) else us) for each in events]
+    memory = {f"t{number}": Memory(100, freed=len(events) - 1) for number in range(4)}
+    return StageRecord(stage, events, memory, [100] * len(events), times)
 
 
 def two_stages(us: tuple[float, float] = (10.0, 10.0)) -> Trace:

@@ -1,10 +1,16 @@
-"""Results of all-reduces: who came to another one than most is told from the others, without a look at clean ones."""
+"""Results of all-reduces: who came to another one than most is told from the others, without a look at clean ones; and
+sums of blocks of elements, by which the sums of communication libraries are verified."""
+
+import math
+import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ft.systems.dmr.runtime.collectives import verdicts
+from ft.systems.dmr.digest import native
+from ft.systems.dmr.runtime.collectives import block_of, block_sums, verdicts
 from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION
 
 ROWS = 4
@@ -17,14 +23,14 @@ def reduced(wrong: dict) -> dict:
     import torch.distributed as dist
 
     from ft.systems.dmr.plan.trace import BACKWARD
-    from ft.systems.dmr.runtime.collectives import Reductions
+    from ft.systems.dmr.runtime.collectives import ALL_REDUCE, Begun, Collectives
     from ft.systems.dmr.runtime.cursor import OperatorCall
     from ft.systems.dmr.runtime.findings import Findings
 
     gathers, gather = [], dist.all_gather
     dist.all_gather = lambda *args, **kwargs: (gathers.append(args), gather(*args, **kwargs))
     findings = Findings(torch.device("cpu"), 7)
-    reductions, said = Reductions(findings), []
+    reductions, said = Collectives(findings), []
     for _attempt in range(2):
         findings.restart()
         reductions.restart()
@@ -32,7 +38,8 @@ def reduced(wrong: dict) -> dict:
             tensor = torch.full((5,), float(row + dist.get_rank()))
             dist.all_reduce(tensor)
             tensor[2] += row in wrong.get(dist.get_rank(), ())
-            reductions.done(dist.group.WORLD, tensor, OperatorCall("all_reduce", BACKWARD, 0, row, 0, row))
+            at = OperatorCall(ALL_REDUCE, BACKWARD, 0, row, 0, row)
+            reductions.end(Begun(ALL_REDUCE, dist.group.WORLD, [tensor], tensor, at))
         reductions.compare()
         flag = bool(findings.flag().item())
         before = len(gathers)
@@ -75,3 +82,47 @@ def test_never_are_most_members_of_a_group_told_to_be_wrong(rows):
         assert 2 * len(right) > members
         assert len({tuple(results[member][row]) for member in right}) == 1
         assert all(results[member][row] != results[right[0]][row] for member in range(members) if member not in right)
+
+
+def exactly(values: torch.Tensor, pieces: int) -> tuple[list, list]:
+    """The sums and the sums of magnitudes, rounded once."""
+    sums, magnitudes = [], []
+    for row in values.reshape(pieces, -1).tolist():
+        blocks = [row[i : i + block_of(values)] for i in range(0, len(row), block_of(values))]
+        sums.append([math.fsum(block) for block in blocks])
+        magnitudes.append([math.fsum(map(abs, block)) for block in blocks])
+    return sums, magnitudes
+
+
+@pytest.fixture(params=["library", "torch"])
+def way(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("the C library was not built (there is no C compiler)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_they_are_those_of_the_definition(way, dtype):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = torch.Generator().manual_seed(seed)
+    for pieces, length in ((1, 1), (1, 1024), (1, 5000), (2, 128), (3, 1025), (4, 2048), (2, 15)):
+        values = torch.randn(pieces, length, generator=draw).to(dtype)
+        found = block_sums(values, pieces)
+        expected = torch.tensor(exactly(values, pieces), dtype=torch.float64)
+        assert found.shape == expected.shape and found.dtype == torch.float64
+        assert ((found - expected).abs() <= 1e-12 * expected[1]).all(), (pieces, length)
+
+
+def test_what_is_not_finite_stays_so(way):
+    values = torch.ones(3, 1024)
+    values[0, 5], values[1, 7], values[2, 9] = math.inf, -math.inf, math.nan
+    sums, magnitudes = block_sums(values, 3)
+    assert sums[:2, 0].tolist() == [math.inf, -math.inf] and sums[2].isnan().all()
+    assert magnitudes[:2, 0].tolist() == [math.inf] * 2 and magnitudes[2].isnan().all()
+
+
+def test_strided_values_are_summed_in_their_order(way):
+    values = torch.arange(4096.0).reshape(64, 64).t()
+    assert torch.equal(block_sums(values, 2), block_sums(values.contiguous(), 2))

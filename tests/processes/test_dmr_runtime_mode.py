@@ -215,8 +215,6 @@ def test_operators_that_are_not_in_the_plan_are_told_of_each_iteration(left_out)
 def coverage_of_steps(flags: str) -> tuple:
     import dmr_jobs
 
-    from ft.systems.dmr.layer import VerifiedStep
-
     job = dmr_jobs.assemble(flags)
     again, verifier = dmr_jobs.Again(job), dmr_jobs.protection(job, "naive")
     told, shares = [], []
@@ -225,7 +223,7 @@ def coverage_of_steps(flags: str) -> tuple:
     for left_out in ((), (), ("mm",), ("mm",), ()):
         mode._strategy = Strategy("naive", left_out or mode._strategy._unstable)
         again.step()
-        shares.append(VerifiedStep(None, verifier).metrics()["dmr_coverage"])
+        shares.append(verifier.metrics()["dmr_coverage"])
     return told, shares
 
 

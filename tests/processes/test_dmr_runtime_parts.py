@@ -1,4 +1,4 @@
-"""Parts of DMR's runtime by themselves: where a rank stands, what comparisons have shown, the state to go back to."""
+"""Parts of DMR's runtime by themselves: what comparisons have shown, the state to go back to."""
 
 import pytest
 import torch
@@ -6,74 +6,12 @@ import torch
 from ft.protection.undo import Undo
 from ft.state.snapshot.state import RankState
 from ft.systems.dmr.digest import digest
-from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
-from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall, operator_id
-from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
+from ft.systems.dmr.plan.trace import FORWARD
+from ft.systems.dmr.runtime.cursor import OperatorCall
+from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 
 SEED = 1234567
-
-
-def counted(course: ExecutionCursor, times: int = 1) -> tuple:
-    """(phase, chunk, microbatch, index) of the last of so many operators."""
-    for _ in range(times):
-        unit, index = course.count()
-    return unit.phase, unit.chunk, unit.microbatch, index
-
-
-def test_operators_are_numbered_within_their_unit():
-    course = ExecutionCursor()
-    assert counted(course) == (BETWEEN, 0, 0, 0)
-    assert course.forward(0) == 0
-    assert counted(course, 3) == (FORWARD, 0, 0, 2)
-    course.outside()
-    assert counted(course) == (BETWEEN, 0, 0, 1)
-    course.update()
-    assert counted(course) == (OPTIMIZER, 0, 0, 0)
-    assert course.executed == 6
-    course.restart()
-    assert (course.executed, counted(course)) == (0, (BETWEEN, 0, 0, 0))
-    assert operator_id(2, FORWARD, 1, 3, 7) == "s2.forward.1.3.7"
-
-
-def test_interleaved_chunks_count_their_own_microbatches():
-    course, outputs = ExecutionCursor(), {}
-    order = [0, 0, 1, 1, 0, 1]
-    for chunk in order:
-        microbatch = course.forward(chunk)
-        output = outputs[chunk, microbatch] = object()
-        course.made(output, chunk, microbatch)
-        counted(course, 2)
-        course.outside()
-    assert sorted(outputs) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    for place in reversed(list(outputs)):
-        assert course.backward(outputs[place]) == place
-        assert counted(course) == (BACKWARD, *place, 0)
-        course.outside()
-    assert course.backward(object()) == (0, 0)
-    assert counted(course) == (BACKWARD, 0, 0, 1)
-
-
-def test_recomputation_is_a_unit_of_its_own_within_a_backward():
-    course = ExecutionCursor()
-    output = object()
-    course.made(output, 1, course.forward(1))
-    course.backward(output)
-    counted(course, 4)
-    for segment in range(2):
-        before = course.recompute()
-        assert counted(course, 3) == (RECOMPUTE, 1, 0, 3 * segment + 2)
-        course.back(before)
-        assert counted(course) == (BACKWARD, 1, 0, 4 + segment)
-
-
-def test_a_place_names_the_layer():
-    course = ExecutionCursor()
-    course.forward(0)
-    course.layer = 5
-    assert course.at("mm", 3) == OperatorCall("mm", FORWARD, 0, 0, 5, 3)
-    course.outside()
-    assert course.at("mm", 3).layer == 0
 
 
 def at(operator: str = "mm", index: int = 0) -> OperatorCall:
@@ -111,11 +49,6 @@ def test_another_shape_or_type_is_a_difference(findings, other):
     assert found.elements is None and "against" in found.note
 
 
-def test_pairs_have_to_be_pairs(findings):
-    with pytest.raises(ValueError, match="zip"):
-        findings.pair(at(), AT_ONCE, [torch.zeros(1)], [])
-
-
 def test_rows_of_tables_are_held_against_each_other(findings):
     places = [(at(index=i), MESSAGE) for i in range(300)]
     ours, theirs = findings.rows(), findings.rows()
@@ -137,11 +70,6 @@ def test_rows_of_tables_are_held_against_each_other(findings):
     assert findings.settle() == []
 
 
-def test_a_note_raises_the_flag(findings):
-    findings.note(Mismatch(at(), AT_ONCE, note="odd"))
-    assert findings.flag().item() == 1
-
-
 def test_early_stopping_leaves_the_rest_unverified(findings):
     names = ("mm", "add", "native_layer_norm", "mm")
     for count, unverified in ((3, 1), (0, 5)):
@@ -154,15 +82,6 @@ def test_early_stopping_leaves_the_rest_unverified(findings):
             segment.again(at(name, index), [torch.tensor([index])])
         segment.end_again()
         assert (findings.flag().item(), findings.unverified) == (0, unverified)
-
-
-def test_after_an_unchecked_operator_nothing_is_compared(findings):
-    segment = Segment(findings, RecomputationSteps())
-    assert segment.is_comparable
-    segment.unchecked()
-    assert not segment.is_comparable
-    segment.begin_again()
-    assert segment.is_comparable
 
 
 class Trainee:

@@ -51,7 +51,7 @@ def in_every_way(flags: str, folder: Path | None) -> dict:
     for way in ("naive", "piggyback") if folder is None else ("naive", "piggyback", "plan"):
         dmr_jobs.protection(job, dmr_jobs.plan_of(job, folder) if way == "plan" else way)
         found[way] = (again.step(), again.step())
-        counts = job.protection.layers[0].runner.engine.coverage()
+        counts = job.protection.layers[0].engine.coverage()
         found[way + " covers"] = counts
     return found
 

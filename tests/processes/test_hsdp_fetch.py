@@ -13,10 +13,10 @@ from ft.base.errors import UserError
 from ft.net.framed import FramedChannel, Mark
 from ft.state.fetch import BadState, Refused, StateServer, fetch, fetch_envelope, shares
 from ft.state.fetch.client import failure
-from ft.state.fetch.memory import FlatState, table_of
 from ft.state.fetch.server import Offer
-from ft.state.transfer.moving import Withdrawn
+from ft.state.layout import FlatState, table_of
 from ft.state.transfer.pull import Bad, Gone, Lost
+from ft.state.transfer.server import Withdrawn
 
 MARK = Mark(0, STEP, LINEAGE)
 

@@ -12,13 +12,15 @@ from ft.lab.selftest.table import CHECKS
 from ft.platform.network import free_port
 
 LONG = pytest.mark.long
-LIGHT = ("versions", "storage", "one-rank", "killed-rank", "snapshot", "ring", "digests")
+LIGHT = ("versions", "storage", "one-rank", "both-send", "killed-rank", "snapshot", "ring", "digests")
 FOUND = {
     "versions": "megatron-core is not installed here",
     "storage": "cannot be written: Not a directory",
     "one-rank": "gave 1 to 2 instead of 1",
     "groups": "did not come back",
+    "both-send": "did not come back",
     "killed-rank": "did not come back",
+    "killed-making": "did not come back",
     "hung-groups": "did not come back",
     "snapshot": "a checksum of the snapshot is wrong",
     "ring": "members 0 and 1 have different bits",
@@ -63,9 +65,9 @@ def test_an_abort_that_never_returns_is_found(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", [["groups", "fork"], ["training"], ["kill"], ["stop"], ["stall"], ["reproducible"]])
+@pytest.mark.parametrize("names", ["groups,fork,killed-making", "training", "kill", "stop", "stall", "reproducible"])
 def test_other_checks_find_their_planted_faults(tmp_path, names):
-    check_planted(tmp_path / "run", *names)
+    check_planted(tmp_path / "run", *names.split(","))
 
 
 def both_nodes(tmp_path, *words):

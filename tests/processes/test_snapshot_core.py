@@ -1,7 +1,9 @@
 """Snapshots of real megatron-core objects: what is restored trains on bit for bit, in place and in fresh processes."""
 
+import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import plain_loop
@@ -197,24 +199,22 @@ class KeepsWeights(torch.optim.SGD):
                 p.detach().copy_(state["master_param"])
 
 
-def offloading(parameters):
-    """Return core's optimizer in the host's memory, with the map that it has for parameters on a GPU."""
+def offloading(parameters, fraction=1.0):
+    """Return core's optimizer with this fraction of the parameters in the host's memory."""
     from megatron import patches
 
     patches.apply()
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-    made = HybridDeviceOptimizer(
+    return HybridDeviceOptimizer(
         parameters,
+        offload_fraction=fraction,
         cpu_optimizer_cls=torch.optim.AdamW,
         gpu_optimizer_cls=torch.optim.AdamW,
         param_update_in_fp32=True,
-        overlap_cpu_optimizer_d2h_h2d=False,
-        pin_cpu_grads=False,
+        overlap_cpu_optimizer_d2h_h2d=True,
         lr=0.1,
     )
-    made.cpu_copys_map_gpu_param = {main: p for p, main in made.param_to_fp32_param.items()}
-    return made
 
 
 OPTIMIZERS = {
@@ -266,6 +266,47 @@ def test_weights_in_the_state_are_those_of_the_parameters_when_the_state_is_forg
     state = optimizer.state[parameter]
     assert torch.equal(parameter, rebuilt) and torch.equal(state["master_param"], rebuilt)
     assert state["step"] == 0 and not state["exp_avg"].any()
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_weights_of_optimizers_on_the_host_are_copied_and_the_next_step_is_that_of_the_original(fraction):
+    from ft.state.snapshot import optimizers
+    from megatron.patches import step_state
+
+    def made(seed):
+        generator = torch.Generator().manual_seed(seed)
+        parameters = [torch.randn(5, generator=generator).bfloat16().requires_grad_() for _ in range(5)]
+        optimizer = offloading(parameters, fraction)
+        optimizers.allocate(optimizer)
+        return parameters, optimizer
+
+    (parameters, optimizer), (others, joiner) = made(1), made(2)
+    assert len(optimizer.cpu_optimizers) == round(5 * fraction)
+    for seed in range(3):
+        update(parameters, optimizer, seed)
+    theirs = {name: of[key] for name, _, of, key in optimizers.entries(optimizer)}
+    assert sum(tensor.numel() for tensor in theirs.values()) == 5 * (3 * 5 + 1)  # weights, two moments; step counts
+    with torch.no_grad():
+        for name, _, of, key in optimizers.entries(joiner):
+            of[key].copy_(theirs[name])
+    groups = [optimizers.numbers(group) for group in optimizers.groups(optimizer)]
+    for group, numbers in zip(optimizers.groups(joiner), groups, strict=True):
+        optimizers.set_numbers(group, json.loads(json.dumps(numbers)))
+    step_state.publish_parameters([], Part(joiner))
+    assert all(map(torch.equal, parameters, others))
+    for seed in range(3, 5):
+        assert all(map(torch.equal, update(parameters, optimizer, seed), update(others, joiner, seed)))
+    optimizers.forget(joiner)
+    state = [state for holder in joiner.sub_optimizers for state in holder.state.values()]
+    assert not any(each["exp_avg"].any() or each["exp_avg_sq"].any() or each["step"] for each in state)
+    assert all(torch.equal(p, main.bfloat16()) for p, main in joiner.param_to_inner_param.items())
+
+
+@dataclass
+class Part:
+    """A part of core's optimizer that has no model to publish to."""
+
+    optimizer: torch.optim.Optimizer
 
 
 def scaled(seed: int):

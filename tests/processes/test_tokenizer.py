@@ -1,6 +1,5 @@
 """Tokenizers: round trips, special tokens, fingerprints, and every way in which they can be given wrongly."""
 
-import json
 import subprocess
 import sys
 
@@ -11,34 +10,16 @@ from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.indexed import Sidecar
 from megatron.ft_trainer.data.tokenizer import (
     ByteLevelTokenizer,
-    HuggingFaceTokenizer,
     NullTokenizer,
     build_tokenizer,
     padded_vocab_size,
 )
 
 
-@pytest.fixture
-def hf_folder(tmp_path):
-    """A small trained BPE in a folder that names its special tokens."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<unk>", "</s>", "<pad>", "<stop>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(["def f(x):\n    return x + 1\n"] * 50, trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
-
-
 def write_sidecar(prefix, tokenizer, **changes):
     facts = {"documents": 1, "tokens": 2, "max_id": 1, "unigram_entropy": 0.0, "sources": 1, "text_bytes": 1}
     facts |= {"tokenizer_type": tokenizer.kind, "tokenizer_model": tokenizer.model, "vocab_size": tokenizer.vocab_size}
-    facts |= {"fingerprint": tokenizer.fingerprint, "bin_bytes": 4, "idx_bytes": 62, "inputs_digest": ""}
+    facts |= {"fingerprint": tokenizer.fingerprint, "bin_bytes": 4, "idx_bytes": 62}
     sidecar = Sidecar(**(facts | changes))
     prefix.with_suffix(".meta.json").write_text(sidecar.as_json())
     return str(prefix)
@@ -73,60 +54,6 @@ def test_null_tokenizer_refuses_what_is_no_id(text):
         NullTokenizer(100).tokenize(text)
 
 
-def test_hugging_face_file(hf_folder):
-    text = "def g(y):\n    return y + 1  # ü\n"
-    tokenizer = HuggingFaceTokenizer(str(hf_folder / "tokenizer.json"))
-    ids = tokenizer.tokenize(text)
-    assert tokenizer.detokenize(ids) == text and len(ids) < len(text.encode())
-    assert (tokenizer.eod, tokenizer.pad) == (1, 2)
-    assert tokenizer.vocab_size > max(ids)
-
-
-def test_hugging_face_folder_names_its_special_tokens(hf_folder):
-    (hf_folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
-    assert HuggingFaceTokenizer(str(hf_folder)).eod == 3
-
-
-def test_padding_is_never_end_of_document(hf_folder):
-    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": "</s>"}))
-    tokenizer = HuggingFaceTokenizer(str(hf_folder))
-    assert (tokenizer.eod, tokenizer.pad) == (1, -1)
-
-
-def test_hugging_face_fingerprint_is_of_meaning_not_of_layout(hf_folder):
-    file = hf_folder / "tokenizer.json"
-    before = HuggingFaceTokenizer(str(file)).fingerprint
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content, indent=7))
-    assert HuggingFaceTokenizer(str(hf_folder)).fingerprint == before
-    content["model"]["merges"].pop()
-    file.write_text(json.dumps(content))
-    assert HuggingFaceTokenizer(str(file)).fingerprint != before
-
-
-def test_hugging_face_without_end_of_document(hf_folder):
-    file = hf_folder / "tokenizer.json"
-    file.write_text(file.read_text().replace("</s>", "<other>"))
-    with pytest.raises(UserError, match="no end-of-document token"):
-        HuggingFaceTokenizer(str(file))
-
-
-def test_hugging_face_bad_files(tmp_path):
-    pytest.importorskip("tokenizers")
-    with pytest.raises(UserError, match="no tokenizer file"):
-        HuggingFaceTokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="not a tokenizers file"):
-        HuggingFaceTokenizer(str(tmp_path))
-
-
-def test_missing_package_is_named(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"pip install 'megatron-ft\[hf\]'"):
-        HuggingFaceTokenizer(str(tmp_path))
-
-
 def test_fingerprints_differ_and_are_equal_in_other_processes():
     mine = [ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint]
     assert len(set(mine)) == 3
@@ -144,14 +71,6 @@ def test_default_is_what_the_dataset_was_made_with(tmp_path):
     tokenizer = build_tokenizer(TokenizerOptions(), prefix)
     assert (tokenizer.kind, tokenizer.vocab_size) == ("NullTokenizer", 50)
     assert build_tokenizer(TokenizerOptions(), str(tmp_path / "without sidecar")).kind == "ByteLevelTokenizer"
-
-
-def test_default_finds_the_file_again(tmp_path, hf_folder):
-    prefix = write_sidecar(tmp_path / "words", HuggingFaceTokenizer(str(hf_folder)))
-    assert build_tokenizer(TokenizerOptions(), prefix).model == str(hf_folder)
-    (hf_folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="no tokenizer file"):
-        build_tokenizer(TokenizerOptions(), prefix)
 
 
 def test_another_tokenizer_than_the_datasets(tmp_path):

@@ -3,11 +3,16 @@
 import argparse
 import base64
 import json
+from pathlib import Path
 
 import pytest
 
+from ft.base.errors import UserError
 from megatron import patches
+from megatron.ft_trainer.arguments import parse
+from megatron.ft_trainer.arguments.needs import needs
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
+from megatron.ft_trainer.data.indexed import Sidecar
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
@@ -41,6 +46,21 @@ def byte_pairs(folder) -> dict:
     return {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
 
 
+def hugging_face(folder) -> dict:
+    """Train a small BPE, and write the folder that ``save_pretrained`` makes of it."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install transformers)"
+    )
+    tokenizers = pytest.importorskip("tokenizers")
+    pairs = tokenizers.ByteLevelBPETokenizer()
+    pairs.train_from_iterator(TEXTS * 40, vocab_size=300, special_tokens=["</s>", "<pad>", "<stop>"])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pairs._tokenizer, eos_token="<stop>", pad_token="<pad>"
+    )
+    fast.save_pretrained(str(folder / "hf"))
+    return {"tokenizer_model": str(folder / "hf")}
+
+
 def tik(folder) -> dict:
     pytest.importorskip("tiktoken", reason="tiktoken is not installed (pip install tiktoken)")
     words = [bytes([i]) for i in range(256)] + [b"th", b"the", b" q", b"re"]
@@ -72,6 +92,7 @@ KINDS = {
     "Llama2Tokenizer": sentence_piece,
     "TikTokenizer": tik,
     "GPT2BPETokenizer": byte_pairs,
+    "HuggingFaceTokenizer": hugging_face,
 }
 
 
@@ -86,3 +107,56 @@ def test_ids_are_those_of_cores_own_builder(kind, tmp_path, monkeypatch):
         assert ours.tokenize(text) == theirs.tokenize(text)
     assert ours.detokenize(ours.tokenize(TEXTS[1])).strip() == TEXTS[1]
     assert build_tokenizer(options).fingerprint == ours.fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    return hugging_face(tmp_path)["tokenizer_model"]
+
+
+def of_folder(model: str):
+    return build_tokenizer(TokenizerOptions(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model))
+
+
+def test_a_hugging_face_folder_names_its_special_tokens(folder):
+    assert (of_folder(folder).eod, of_folder(folder).pad) == (2, 1)
+
+
+def test_padding_is_never_end_of_document(folder):
+    settings = Path(folder, "tokenizer_config.json")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "<stop>"}))
+    assert (of_folder(folder).eod, of_folder(folder).pad) == (2, -1)
+
+
+def test_the_fingerprint_of_a_folder_follows_its_files(folder):
+    before = of_folder(folder).fingerprint
+    file = Path(folder, "tokenizer.json")
+    content = json.loads(file.read_text())
+    content["model"]["merges"].pop()
+    file.write_text(json.dumps(content))
+    assert of_folder(folder).fingerprint != before
+
+
+def test_bad_hugging_face_folders(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=r"no tokenizer file at .*absent"):
+        of_folder(str(tmp_path / "absent"))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the folder"):
+        of_folder(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="megatron-core cannot build HuggingFaceTokenizer"):
+        of_folder(str(tmp_path))
+
+
+def test_the_default_finds_the_folder_again(tmp_path, folder):
+    tokenizer = of_folder(folder)
+    facts = {"documents": 1, "tokens": 2, "max_id": 1, "unigram_entropy": 0.0, "sources": 1, "text_bytes": 1}
+    facts |= {"tokenizer_type": tokenizer.kind, "tokenizer_model": tokenizer.model, "vocab_size": tokenizer.vocab_size}
+    sidecar = Sidecar(**facts, fingerprint=tokenizer.fingerprint, bin_bytes=4, idx_bytes=62)
+    (tmp_path / "words.meta.json").write_text(sidecar.as_json())
+    assert build_tokenizer(TokenizerOptions(), str(tmp_path / "words")).model == folder
+
+
+def test_the_package_is_named():
+    options = parse("--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder")
+    assert [each.requirement for each in needs(options, None)] == ["transformers"]

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from ft.base.errors import UserError
+from ft.base.options import field_docs, spellings
 from megatron.ft_trainer import arguments
-from megatron.ft_trainer.arguments import Options, check, parse, schema
+from megatron.ft_trainer.arguments import Options, check, parse
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "
@@ -23,10 +24,10 @@ def refusal(flags: str, world_size: int = 4, has_te: bool = False) -> str:
 def test_every_field_has_a_help_text_and_a_flag_of_its_own():
     seen = {}
     for concern in dataclasses.fields(Options):
-        docs = schema.field_docs(concern.default_factory)
+        docs = field_docs(concern.default_factory)
         for f in dataclasses.fields(concern.default_factory):
             assert docs.get(f.name) or concern.name == "core", f"{concern.name}.{f.name} has no docstring"
-            for spelling in [s for group in schema.spellings(f) for s in group]:
+            for spelling in [s for group in spellings(f) for s in group]:
                 assert spelling not in seen, f"{spelling} is both {seen[spelling]} and {f.name}"
                 seen[spelling] = f.name
     assert "--num-layers" in arguments.help_text()

@@ -43,6 +43,7 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
         (("size 4", "size 4 --ft-checkfree-lr-decay-iters -1"), 4, "--ft-checkfree-lr-decay-iters is -1"),
         (("size 4", "size 4 --ft-checkfree-most-in-flight 4"), 4, "the schedule of --ft-checkfree-plus"),
         (("size 4", f"size 4 {PLUS} --ft-checkfree-most-in-flight 3"), 4, "some stage holds 4 microbatches at once"),
+        (("size 4", f"size 4 {PLUS} --bf16 --optimizer-cpu-offload"), 4, "does not set the weights of"),
         (("size 4", "size 4 --clip-grad 0"), 4, "needs gradient norms, which are computed for clipping only"),
     ],
 )

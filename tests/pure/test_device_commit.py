@@ -59,7 +59,7 @@ class Operations:
     async def restore_snapshot(self, step, source, keep):
         return {}, {"owned": "own", "replicated": "own"}
 
-    async def publish_parameters(self):
+    async def publish_parameters(self, live=()):
         self.device.runs = True
 
     def group_reports(self):

@@ -124,8 +124,6 @@ def _cycle(values):
     "change, said",
     [
         (_cycle, "cycle: operators need each other's results"),
-        (lambda values: values.update(version=1), "has version 1, but this version of the program reads 2"),
-        (lambda values: values.pop("version"), "has no 'version'"),
         (lambda values: values.pop("ops"), "has no 'ops'"),
         (lambda values: values["ops"][3].update(t_us=-1.0), "ops[3] has t_us = -1.0"),
         (lambda values: values["ops"][3].update(t_us="long"), "ops[3] has t_us = 'long'"),
@@ -136,30 +134,36 @@ def _cycle(values):
         (lambda values: values["ops"].__setitem__(2, []), "ops[2] is not a JSON object"),
         (lambda values: values["windows"][0].update(kind="door"), "windows[0] has kind = 'door'"),
         (lambda values: values["windows"][0].update(dur_us=float("nan")), "NaN is no finite number"),
-        (lambda values: values["tensors"][0].update(bytes=True), "tensors[0] has bytes = True"),
+        (lambda values: values["tensors"]["w"].update(bytes=True), "tensors: w has bytes = True"),
         (lambda values: values["fingerprint"].pop("torch"), "has no 'torch'"),
-        (lambda values: values["memory"]["timeline"][0].update(live=-5), "live = -5"),
-        (lambda values: values["schedule"].update(stages=0), "no pipeline has Pipeline(stages=0"),
-        (lambda values: values["schedule"].update(microbatches=10**12), "has more than 10000000 forwards"),
+        (lambda values: values["memory"]["timeline"].update({"0": [[0, -5]]}), "`float` >= 0.0"),
+        (lambda values: values["memory"]["timeline"].update(one=[]), "Expected `int`"),
+        (lambda values: values["pipeline"].update(stages=0), "no pipeline has Pipeline(stages=0"),
+        (lambda values: values["pipeline"].update(microbatches=10**12), "has more than 10000000 forwards"),
         (lambda values: values["ops"][3].update(t_us=10**400), "is too large"),
+        (lambda values: values["units"].pop(), "units has other units than its schedule"),
     ],
 )
 def test_profiles_and_plans_that_cannot_be_are_refused_with_what_is_wrong(change, said, files, capsys):
     profile, out = files
     assert said in refused(capsys, "plan", changed(profile, change), "--memory-budget", "80GB")
-    assert said in refused(capsys, "explain", changed(out, change))
+    assert said in refused(capsys, "explain", changed(out, lambda values: change(values["trace"])))
 
 
 def _deferred(values) -> str:
     return next(name for name, how in values["assign"].items() if how["set"] == "D_intra")
 
 
+def _segment(values) -> dict:
+    return next(iter(values["segments"].values()))
+
+
 def _empty_segment(values) -> dict:
-    return {**values["agc_segments"][0], "id": "empty", "ops": [], "keeps": [], "load_us": 0.0, "regenerated_us": 0.0}
+    return {**_segment(values), "ops": [], "keeps": [], "load_us": 0.0}
 
 
 def _index(values) -> int:
-    return next(i for i, op in enumerate(values["ops"]) if op["id"] == _deferred(values))
+    return next(i for i, op in enumerate(values["trace"]["ops"]) if op["id"] == _deferred(values))
 
 
 @pytest.mark.parametrize(
@@ -171,19 +175,21 @@ def _index(values) -> int:
         (lambda values: values["assign"][_deferred(values)].update(window="door"), "a window 'door' that"),
         (lambda values: values["assign"][_deferred(values)].update(set="D_inter"), "its window"),
         (lambda values: values["assign"][_deferred(values)].update(set="P"), "nothing recomputes it"),
-        (lambda values: [each.update(dur_us=0.1) for each in values["windows"]], "of verification"),
-        (lambda values: values["memory"].update(budget=1000.0), "and the plan's budget is"),
+        (lambda values: [each.update(dur_us=0.1) for each in values["trace"]["windows"]], "of verification"),
+        (lambda values: values["trace"]["memory"].update(budget=1000.0), "and the plan's budget is"),
         (lambda values: values["assign"][_deferred(values)].update(agc_segment="s"), "AGC segment 's'"),
         (lambda values: values["assign"][_deferred(values)].update(set="unchecked"), "leaves it unchecked"),
         (lambda values: values["assign"][_deferred(values)].update(set="naive"), "has a window"),
-        (lambda values: values["ops"][_index(values)].update(mutates=["w"]), "must be verified at once"),
-        (lambda values: values["ops"][_index(values)].update(deterministic=False), "is not reproducible"),
-        (lambda values: values["agc_segments"][0]["keeps"].pop(0), "which it neither keeps nor makes"),
-        (lambda values: values["agc_segments"][0].update(load_us=0.1), "is said to take 0.1"),
-        (lambda values: values["agc_segments"][0]["ops"].append("ghost"), "has operator 'ghost'"),
-        (lambda values: values["agc_segments"][0].update(window="door"), "a window 'door' that"),
-        (lambda values: values["agc_segments"].append(_empty_segment(values)), "'empty' has no operators"),
-        (lambda values: values["agc_segments"].append(values["agc_segments"][0]), "lists AGC segment"),
+        (lambda values: values["trace"]["ops"][_index(values)].update(mutates=["w"]), "must be verified at once"),
+        (lambda values: values["trace"]["ops"][_index(values)].update(deterministic=False), "is not reproducible"),
+        (lambda values: _segment(values)["keeps"].pop(0), "which it neither keeps nor makes"),
+        (lambda values: _segment(values).update(load_us=0.1), "is said to take 0.1"),
+        (lambda values: _segment(values)["ops"].append("ghost"), "has operator 'ghost'"),
+        (lambda values: _segment(values).update(window="door"), "a window 'door' that"),
+        (lambda values: _segment(values)["again"].append("ghost"), "'ghost' again, which is none of a recomputation"),
+        (lambda values: values["segments"].update(empty=_empty_segment(values)), "'empty' has no operators"),
+        (lambda values: values.update(version=2), "has version 2, but this version of the program reads 3"),
+        (lambda values: values.pop("version"), "has no 'version'"),
         (lambda values: values.pop("assign"), "is a profile, not a plan"),
         (lambda values: values["predicted"].pop("t_plan"), "has no 't_plan'"),
     ],
@@ -195,7 +201,7 @@ def test_plans_that_cannot_be_followed_are_refused_with_what_is_wrong(change, sa
 @pytest.mark.parametrize(
     "text, said",
     [
-        ('{"version":2,"assign":{"a":{"set":"P"},"a":{"set":"naive"}}}', "has 'a' twice"),
+        ('{"version":3,"assign":{"a":{"set":"P"},"a":{"set":"naive"}}}', "has 'a' twice"),
         ("[" * 100_000, "cannot be understood"),
         ('{"version":' + "1" * 5000 + "}", "cannot be understood"),
         ("[1, 2]", "is not a JSON object"),

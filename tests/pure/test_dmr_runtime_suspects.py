@@ -1,5 +1,6 @@
 """Who is blamed for iterations that keep coming out wrong: what holds for any history of attempts."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -115,116 +116,98 @@ def test_all_ranks_come_to_the_same(history, earlier, given_limits, random):
     assert other == decide(history, earlier, given_limits)
 
 
-def test_a_flip_that_does_not_come_back_blames_nobody():
-    history = [attempt(r1=AT_ONCE), attempt("add", r2=AT_ONCE), attempt(r1=WINDOW)]
-    assert [decide(history[:n], NOBODY, Limits(2)).action for n in (1, 2, 3)] == [RETRY, RETRY, GIVE_UP]
-    assert decide(history[:1], NOBODY, Limits(0)).ranks == (1,)
-
-
-def test_who_is_wrong_again_and_again_over_the_steps_is_evicted_at_once():
-    outcome = decide([attempt(r3=AT_ONCE)], before(r3=4), Limits(retries=2, repeats=5))
-    assert (outcome.action, outcome.ranks) == (EVICT, (3,))
-    assert decide([attempt(r3=AT_ONCE)], before(r3=3), Limits(retries=2, repeats=5)).action == RETRY
-    assert decide([attempt(r3=MESSAGE)], before(r3=9), Limits(retries=2, repeats=5)).action == RETRY
-
-
-def test_an_iteration_is_taken_again_as_often_as_was_asked_for():
-    asked = Limits(retries=10, repeats=5)
-    for attempts in range(1, 11):
-        assert decide([attempt(r1=AT_ONCE)] * attempts, before(r1=3), asked).action == RETRY
-    assert decide([attempt(r1=AT_ONCE)] * 11, NOBODY, asked).ranks == (1,)
-    often = [attempt(r1=AT_ONCE)] * 6 + [attempt("add", r2=AT_ONCE)] * 5
-    assert decide(often, NOBODY, asked).ranks == (1,)
-
-
-def test_an_operator_that_differs_everywhere_is_named_and_nobody_evicted():
-    everybody = attempt("index_put_", r0=AT_ONCE, r1=WINDOW, r2=AT_ONCE, r3=RECOMPUTATION)
-    outcome = decide([everybody] * 3, NOBODY, Limits(2))
-    assert outcome.action == GIVE_UP
-    for part in ("index_put_ differed on ranks 0, 1, 2, 3", "ft dmr selftest", "--ft-dmr-unstable"):
-        assert part in f"{outcome.reason}; {outcome.fix}"
-    a_stage = attempt("index_put_", r2=AT_ONCE, r3=AT_ONCE)
-    outcome = decide([a_stage] * 3, NOBODY, Limits(2))
-    assert (outcome.action, "index_put_ differed on ranks 2, 3" in outcome.reason) == (GIVE_UP, True)
-    others = [attempt("add", r2=AT_ONCE) | attempt(r0=AT_ONCE, r1=AT_ONCE, r3=AT_ONCE)] * 3
-    assert decide(others, NOBODY, Limits(2)).action == GIVE_UP, "not all devices break at a time"
-    assert decide([attempt(r0=AT_ONCE)] * 3, {0: ()}, Limits(2)).ranks == (0,), "one rank is no sign of anything"
-
-
-def test_an_operator_that_differs_here_and_there_evicts_nobody():
-    by_turns = [attempt("index_put_", **{f"r{rank}": AT_ONCE}) for rank in (0, 2, 1)]
-    outcome = decide(by_turns, NOBODY, Limits(2))
-    assert (outcome.action, "index_put_ differed on ranks 0, 1, 2" in outcome.reason) == (GIVE_UP, True)
-    asked = Limits(retries=2, repeats=5)
-    assert decide([attempt(r1=AT_ONCE)], before(r1=9, r2=1), asked).action == RETRY, "over the steps as well"
-    assert decide([attempt(r1=AT_ONCE, r2=AT_ONCE)], before(r1=9), asked).action == RETRY
-    assert decide([attempt(r1=AT_ONCE)] * 3, before(r2=1), asked).ranks == (1,), "an old flip elsewhere excuses nobody"
-
-
-def test_the_rank_s_own_executions_count_more_than_what_it_received():
-    history = [attempt(r1=MESSAGE, r2=AT_ONCE)] * 3
-    assert decide(history, NOBODY, Limits(2)).ranks == (2,)
-
-
-def test_who_received_wrongly_each_time_is_evicted_where_others_did_not():
-    history = [attempt(r1=MESSAGE, r2=MESSAGE), attempt(r1=MESSAGE), attempt(r1=MESSAGE, r3=MESSAGE)]
-    assert decide(history, NOBODY, Limits(2)).ranks == (1,)
-    assert decide([attempt(r2=MESSAGE)] * 3, NOBODY, Limits(2)).ranks == (2,), "nobody else has to have found anything"
-    everybody = [attempt(r0=REDUCTION, r1=REDUCTION, r2=REDUCTION, r3=REDUCTION)] * 3
-    assert decide(everybody, NOBODY, Limits(2)).action == GIVE_UP
-
-
-def test_of_two_that_reduced_to_different_results_neither_is_evicted():
-    assert decide([attempt(r1=DISPUTED, r2=DISPUTED)] * 3, NOBODY, Limits(2)).action == GIVE_UP
-    assert decide([attempt(r1=DISPUTED, r2=DISPUTED) | attempt(r2=AT_ONCE)] * 3, NOBODY, Limits(2)).ranks == (2,)
-    assert own_mismatches([mismatch(DISPUTED)]) == []
-
-
 def placed(operator: str, index: int, how: str = AT_ONCE, **of_call: int) -> Mismatch:
     return Mismatch(OperatorCall(operator, FORWARD, 0, 0, 1, index, **of_call), how)
 
 
-def test_what_follows_from_another_rank_s_wrong_result_is_not_blamed_on_the_receiver():
-    """A wrong product on rank 1 reaches rank 0 by an all-reduce within the layer; the recomputation of both differs."""
-    both = {0: (placed("add", 7), placed("mm", 9)), 1: (placed("mm", 4), placed("add", 7), placed("mm", 9))}
-    assert decide([both] * 3, NOBODY, Limits(2)).ranks == (1,)
-    assert {rank: [one.at.operator for one in found] for rank, found in origins(both).items()} == {
-        0: [],
-        1: ["mm", "add", "mm"],
-    }
-    elsewhere = {**both, 2: (placed("gelu", 30),), 0: (*both[0], placed("gelu", 2))}
-    assert decide([elsewhere] * 3, NOBODY, Limits(2)).action == GIVE_UP, "rank 0 has an earlier mismatch of its own"
+def units(*firsts: tuple[int, int]) -> dict:
+    """For each microbatch the number of the operator at which rank 0 and rank 1 first have a mismatch."""
+    of_rank = ((number, rank, index) for number, each in enumerate(firsts) for rank, index in enumerate(each))
+    found: dict[int, list] = {0: [], 1: []}
+    for number, rank, index in of_rank:
+        found[rank].append(Mismatch(OperatorCall("add", FORWARD, 0, number, 1, index), AT_ONCE))
+    return found
 
 
-def test_an_operator_that_differs_first_here_and_then_there_is_not_reproducible():
-    several = {0: (placed("index_put_", 4),), 1: (placed("index_put_", 9),)}
-    outcome = decide([several] * 3, NOBODY, Limits(2))
-    assert (outcome.action, "index_put_ differed on ranks 0, 1" in outcome.reason) == (GIVE_UP, True)
+ONE, ONCE_MORE = attempt(r1=AT_ONCE), [attempt(r1=AT_ONCE), attempt("add", r2=AT_ONCE), attempt(r1=WINDOW)]
+UNSTABLE = attempt("index_put_", r0=AT_ONCE, r1=WINDOW, r2=AT_ONCE, r3=RECOMPUTATION)
+WIRED = [attempt(r1=MESSAGE, r2=MESSAGE), attempt(r1=MESSAGE), attempt(r1=MESSAGE, r3=MESSAGE)]
+DISPUTE = attempt(r1=DISPUTED, r2=DISPUTED)
+FOLLOWED = {0: (placed("add", 7), placed("mm", 9)), 1: (placed("mm", 4), placed("add", 7), placed("mm", 9))}
+"""A wrong product on rank 1 reaches rank 0 by an all-reduce within the layer; the recomputation of both differs."""
+SENT, SENT_NEXT = placed("linear", 4, call=3, part=1), placed("linear", 4, call=3, part=2)
+RETURNED = placed("linear", 4, call=3)
+TWICE, FIVE, TEN = Limits(2), Limits(retries=2, repeats=5), Limits(retries=10, repeats=5)
+DECIDED = {
+    "one flip": (ONCE_MORE[:1], NOBODY, TWICE, RETRY),
+    "two flips on two ranks": (ONCE_MORE[:2], NOBODY, TWICE, RETRY),
+    "flips that do not come back": (ONCE_MORE, NOBODY, TWICE, GIVE_UP),
+    "one flip, no retries": (ONCE_MORE[:1], NOBODY, Limits(0), (1,)),
+    "wrong again and again over the steps": ([attempt(r3=AT_ONCE)], before(r3=4), FIVE, (3,)),
+    "not often enough over the steps": ([attempt(r3=AT_ONCE)], before(r3=3), FIVE, RETRY),
+    "received wrongly, however often": ([attempt(r3=MESSAGE)], before(r3=9), FIVE, RETRY),
+    **{f"attempt {n} of 11": ([ONE] * n, before(r1=3), TEN, RETRY) for n in range(1, 11)},
+    "as many retries as asked for": ([ONE] * 11, NOBODY, TEN, (1,)),
+    "the most often wrong": ([ONE] * 6 + [attempt("add", r2=AT_ONCE)] * 5, NOBODY, TEN, (1,)),
+    "not all devices break at a time": (
+        *([attempt("add", r2=AT_ONCE) | attempt(r0=AT_ONCE, r1=AT_ONCE, r3=AT_ONCE)] * 3, NOBODY, TWICE, GIVE_UP),
+    ),
+    "one rank is no sign of anything": ([attempt(r0=AT_ONCE)] * 3, {0: ()}, TWICE, (0,)),
+    "unstable over the steps as well": ([ONE], before(r1=9, r2=1), FIVE, RETRY),
+    "unstable now": ([attempt(r1=AT_ONCE, r2=AT_ONCE)], before(r1=9), FIVE, RETRY),
+    "an old flip elsewhere excuses nobody": ([ONE] * 3, before(r2=1), FIVE, (1,)),
+    "own executions count more": ([attempt(r1=MESSAGE, r2=AT_ONCE)] * 3, NOBODY, TWICE, (2,)),
+    "received wrongly each time": (WIRED, NOBODY, TWICE, (1,)),
+    "nobody else has to have found anything": ([attempt(r2=MESSAGE)] * 3, NOBODY, TWICE, (2,)),
+    "all have reduced wrongly": ([dict.fromkeys(range(RANKS), (mismatch(REDUCTION),))] * 3, NOBODY, TWICE, GIVE_UP),
+    "two results of two": ([DISPUTE] * 3, NOBODY, TWICE, GIVE_UP),
+    "two results, and one has computed wrongly": ([DISPUTE | attempt(r2=AT_ONCE)] * 3, NOBODY, TWICE, (2,)),
+    "it follows from another rank's": ([FOLLOWED] * 3, NOBODY, TWICE, (1,)),
+    "it follows, but an earlier one does not": (
+        *([{**FOLLOWED, 2: (placed("gelu", 30),), 0: (*FOLLOWED[0], placed("gelu", 2))}] * 3, NOBODY, TWICE, GIVE_UP),
+    ),
+    "always the first": ([units((9, 4), (9, 4))] * 3, NOBODY, TWICE, (1,)),
+    "three times may be chance": ([units((9, 4))] * 3, NOBODY, TWICE, GIVE_UP),
+    "first by turns": (
+        *([units((9, 4), (9, 4)), units((9, 4), (3, 4)), units((9, 4), (9, 4))], NOBODY, TWICE, GIVE_UP),
+    ),
+    "the first to send something else": (
+        *([{0: (RETURNED,), 1: (SENT, SENT_NEXT, RETURNED), 2: (SENT_NEXT, RETURNED)}] * 3, NOBODY, TWICE, (1,)),
+    ),
+    "both have sent something else": ([{0: (SENT, RETURNED), 1: (SENT, RETURNED)}] * 3, NOBODY, TWICE, GIVE_UP),
+    "a call comes before the operator with its number": (
+        *([{0: (placed("add", 4),), 1: (RETURNED,)}] * 3, NOBODY, TWICE, (1,)),
+    ),
+}
 
 
-def test_who_is_always_the_first_is_blamed_even_if_others_go_on_with_the_same_operator():
-    def units(*firsts: tuple[int, int]) -> dict:
-        found: dict[int, list] = {0: [], 1: []}
-        for number, of_ranks in enumerate(firsts):
-            for rank, index in enumerate(of_ranks):
-                found[rank].append(Mismatch(OperatorCall("add", FORWARD, 0, number, 1, index), AT_ONCE))
-        return found
-
-    assert decide([units((9, 4), (9, 4))] * 3, NOBODY, Limits(2)).ranks == (1,)
-    assert decide([units((9, 4))] * 3, NOBODY, Limits(2)).action == GIVE_UP, "three times may be chance"
-    by_turns = [units((9, 4), (9, 4)), units((9, 4), (3, 4)), units((9, 4), (9, 4))]
-    assert decide(by_turns, NOBODY, Limits(2)).action == GIVE_UP
+@pytest.mark.parametrize("name", DECIDED)
+def test_who_is_blamed(name):
+    attempts, earlier, given_limits, expected = DECIDED[name]
+    outcome = decide(attempts, earlier, given_limits)
+    assert (outcome.ranks if outcome.action == EVICT else outcome.action) == expected
 
 
-def test_of_a_call_that_communicates_the_rank_that_first_sends_something_else_is_blamed():
-    first, second = placed("linear", 4, call=3, part=1), placed("linear", 4, call=3, part=2)
-    result = placed("linear", 4, call=3)
-    assert decide([{0: (result,), 1: (first, second, result), 2: (second, result)}] * 3, NOBODY, Limits(2)).ranks == (
-        1,
-    )
-    assert decide([{0: (first, result), 1: (first, result)}] * 3, NOBODY, Limits(2)).action == GIVE_UP
-    after = {0: (placed("add", 4),), 1: (result,)}
-    assert decide([after] * 3, NOBODY, Limits(2)).ranks == (1,), "a call comes before the operator with its number"
+@pytest.mark.parametrize(
+    "attempts, ranks",
+    [
+        ([UNSTABLE] * 3, "0, 1, 2, 3"),
+        ([attempt("index_put_", r2=AT_ONCE, r3=AT_ONCE)] * 3, "2, 3"),
+        ([attempt("index_put_", **{f"r{rank}": AT_ONCE}) for rank in (0, 2, 1)], "0, 1, 2"),
+        ([{0: (placed("index_put_", 4),), 1: (placed("index_put_", 9),)}] * 3, "0, 1"),
+    ],
+)
+def test_an_operator_that_differs_on_several_ranks_is_named_and_nobody_evicted(attempts, ranks):
+    outcome = decide(attempts, NOBODY, TWICE)
+    assert outcome.action == GIVE_UP
+    for part in (f"index_put_ differed on ranks {ranks}", "ft dmr selftest", "--ft-dmr-unstable"):
+        assert part in f"{outcome.reason}; {outcome.fix}"
+
+
+def test_what_follows_from_another_rank_s_wrong_result_does_not_begin_there():
+    begun = {rank: [one.at.operator for one in found] for rank, found in origins(FOLLOWED).items()}
+    assert begun == {0: [], 1: ["mm", "add", "mm"]}
+    assert own_mismatches([mismatch(DISPUTED)]) == []
 
 
 def test_what_is_told_has_the_first_mismatch_of_each_unit():

@@ -145,21 +145,23 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def protections(arguments: argparse.Namespace, job) -> dict:
     """Return side -> (the layer that executes operators twice, its engine)."""
-    from ft.protection.stack import Stack
-    from ft.systems.dmr.layer import InterceptedStep
-    from ft.systems.dmr.runtime.install import Settings, install
-    from megatron.ft_trainer.trainer import JobPosition, JobTrainer, fingerprint
+    from types import SimpleNamespace
 
-    asked = {"naive": Settings("naive"), "piggyback": Settings("piggyback")}
+    from ft.protection.contract import Asked
+    from ft.protection.stack import Stack
+    from ft.systems.dmr.layer import DoubleExecution
+    from megatron.ft_trainer.trainer import JobTrainer
+
+    asked = {"naive": ("naive", None), "piggyback": ("piggyback", None)}
     if arguments.plan is not None:
-        asked["plan"] = Settings(None, Path(arguments.plan))
-    trainee = job.trainee
-    found = {}
-    for name, settings in asked.items():
-        of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
-        made = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
-        stack = Stack([InterceptedStep(JobTrainer(job), made)])
-        stack.protect(trainee.optimizer)
+        asked["plan"] = (None, arguments.plan)
+    trainer, found = JobTrainer(job), {}
+    for name, (way, plan) in asked.items():
+        others = {"ft_dmr_unstable": None, "ft_dmr_retries": 2, "ft_dmr_inject": []}
+        flags = SimpleNamespace(ft_dmr=way, ft_dmr_plan=plan, **others)
+        made = DoubleExecution(Asked(flags, {})).layer(trainer, ())
+        stack = Stack([made])
+        stack.protect(trainer.optimizer)
         found[name] = (stack, made.engine)
     return found
 
@@ -189,7 +191,7 @@ def times_of_answer(job, side, rounds: int) -> dict:
     from megatron.ft_trainer.step import train_step
 
     take_side(job, side)
-    verifier, verdicts, rollbacks = side[0].layers[0].runner, Spent(), []
+    verifier, verdicts, rollbacks = side[0].layers[0], Spent(), []
     agree, verifier._agree = verifier._agree, verdicts.timed(verifier._agree)
     for _ in range(rounds):
         train_step(job)

@@ -152,7 +152,7 @@ def _world_of(size: int, recorder: "_Recorder") -> Iterator[None]:
 class _Recorder:
     """Records each process group that is created (in ``found``), and creates a group without connections for it.
 
-    Implements ``ft.state.groups.seam.Maker``.
+    It makes groups as ``ft.state.groups.registry.Groups`` does.
     """
 
     def __init__(self, rank: int):
@@ -164,7 +164,7 @@ class _Recorder:
         return self.new_group(list(range(options.group_size)), None, options.group_id, WORLD, BACKEND)
 
     def new_group(self, ranks, timeout, name, desc, backend, options=None):
-        """Record a group. Return it, or None if this process is not a member. See ``Maker.new_group``."""
+        """Record a group. Return it, or None if this process is not a member. See ``Groups.new_group``."""
         self.found.append(GroupSpec(name, desc, ranks))
         if self._rank not in ranks:
             return None
@@ -173,7 +173,7 @@ class _Recorder:
 
 class _Recorded(dist.ProcessGroup):
     """A process group without connections, on which no operation can run. ``maker`` creates the groups that the program
-    creates later: with a method ``new_group`` torch would call it with other arguments than ``Maker.new_group`` takes.
+    creates later: with a method ``new_group`` torch would call it with other arguments than ``Groups.new_group`` takes.
     """
 
     def __init__(self, name: str, purpose: str, rank: int, size: int, maker: _Recorder):

@@ -4,6 +4,7 @@
     python tools/bench/recovery.py --ranks 6 --kind stage     # CheckFree: a stage and the only copy of it are lost
     python tools/bench/recovery.py --checkout Megatron-LM --restarts 0    # NVIDIA's own trainer, protected
     python tools/bench/recovery.py --hidden-size 288 --against 1440 --phase backward --spacing 4 --restarts 0
+    git worktree add /tmp/before d539d830   # then the same with --before /tmp/before: two commits in turn
 
 Prints one JSON line. Both sides train the same small model on the same data in the same layout, one after the other.
 `ratio` is (torchrun's median) / (hot-swap's median) of the time from a worker's SIGKILL to the beginning of the first
@@ -12,6 +13,7 @@ With `--kind stage` each rank is a pipeline stage. A middle stage and the rank t
 same time, and the stage is rebuilt from its neighbours. With `--checkout` only our side is measured, with
 NVIDIA's trainer of that checkout. With `--against` a larger model is measured in turn with the first, and
 `times_as_long` is (its median) / (the median of the first). Hidden sizes of 288 and 1440 are 4 M and 101 M parameters.
+With `--before` all of that is also measured with another checkout of this project, in turn with this one.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from ft.record.recoveries import PHASES, recoveries  # noqa: E402
 LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
 """Ranks -> (tensor, pipeline) parallel size; the rest is data parallelism."""
 FIRST_FAULT, SPACING = 10, 12
-DEADLINE_S = 300
+DEADLINE_S = 1800
 KILL, HANG, STAGE = "kill", "hang", "stage"
 
 
@@ -47,7 +49,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--restarts", type=int, default=3, help="kills on torchrun's side; 0 leaves it out")
     parser.add_argument("--hidden-size", type=int, default=32)
     parser.add_argument("--against", type=int, metavar="HIDDEN_SIZE", help="a second model, measured in turn with it")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each model, with --against")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of this project to compare with")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each model, with --against or --before")
     parser.add_argument("--phase", help="point of the step at which workers are killed (default: between two steps)")
     parser.add_argument("--spacing", type=int, default=SPACING, help="steps from one fault to the next")
     parser.add_argument("--kind", default=KILL, choices=[KILL, HANG, STAGE], help="what is done, and to whom")
@@ -67,10 +70,13 @@ def main(argv: list[str]) -> int:
         patches.apply()
         corpus = runs.make_corpus(Path(folder))
         sizes = [arguments.hidden_size] if arguments.against is None else [arguments.hidden_size, arguments.against]
-        ours: dict[int, list] = {size: [] for size in sizes}
-        for number in range(1 if arguments.against is None else arguments.rounds):
-            for size in sizes:
-                ours[size] += hot_swap(arguments, Path(folder) / f"ours{number}-{size}", corpus, size)
+        if arguments.before is not None:  # each commit describes a dataset in its own way, and can do without that
+            Path(f"{corpus}.meta.json").unlink()
+        roots = [ROOT] if arguments.before is None else [arguments.before.resolve(), ROOT]
+        ours: dict[tuple[Path, int], list] = {(root, size): [] for root in roots for size in sizes}
+        for number in range(1 if len(ours) == 1 else arguments.rounds):
+            for turn, (root, size) in enumerate(ours):
+                ours[root, size] += hot_swap(arguments, Path(folder) / f"ours{number}-{turn}", corpus, size, root)
         theirs = [torchrun(arguments, Path(folder) / f"torchrun{i}", corpus) for i in range(arguments.restarts)]
     print(json.dumps(result(arguments, ours, theirs), default=str))
     return 0
@@ -108,15 +114,18 @@ def fault(arguments: argparse.Namespace, number: int) -> str:
     return f"kill@step={step}:rank={stage}{at},kill@step={step}:rank={stage + 1}{at}"
 
 
-def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str, size: int) -> list:
-    """Train a model of hidden size ``size``, inject several faults one after the other, and return the recoveries."""
+def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str, size: int, root: Path) -> list:
+    """Train a model of hidden size ``size``, inject several faults one after the other, and return the recoveries.
+
+    ``root``: checkout of this project that trains.
+    """
     faults = ",".join(fault(arguments, number) for number in range(arguments.faults))
     steps = first(arguments) + arguments.faults * arguments.spacing
     ways, standbys = (["--ft-checkfree"], 2) if arguments.kind == STAGE else ([], 1)
     command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", str(standbys)]
-    script = (arguments.checkout or ROOT) / "pretrain_gpt.py"
+    script = (arguments.checkout or root) / "pretrain_gpt.py"
     command += ["--run-dir", str(folder), "--inject", faults, str(script)]
-    run([*command, *flags(arguments, corpus, steps, size), "--ft-hot-swap", *ways])
+    run([*command, *flags(arguments, corpus, steps, size), "--ft-hot-swap", *ways], root)
     history = events.read(folder / "events.jsonl")
     found = recoveries(history)
     if len(found) != arguments.faults:
@@ -170,25 +179,33 @@ def wait_until(true, folder: Path) -> None:
         time.sleep(0.005)
 
 
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+def run(command: list[str], root: Path) -> None:
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if done.returncode:
         raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def result(arguments: argparse.Namespace, ours: dict[int, list], theirs: list[float]) -> dict:
-    mine = times(ours[arguments.hidden_size])
+def result(arguments: argparse.Namespace, ours: dict[tuple[Path, int], list], theirs: list[float]) -> dict:
+    mine = side(arguments, ours, ROOT)
     found = {
         "bench": "recovery",
         "ratio": round(statistics.median(theirs) * 1e3 / mine["hot_swap_ms"], 1) if theirs else None,
         **mine,
         "torchrun_s": [round(seconds, 2) for seconds in theirs],
     }
-    if arguments.against is not None:
-        larger = times(ours[arguments.against])
-        found |= {"times_as_long": round(larger["hot_swap_ms"] / mine["hot_swap_ms"], 2), "larger": larger}
+    if arguments.before is not None:
+        found["before_it"] = side(arguments, ours, arguments.before.resolve())
     checkout = arguments.checkout.resolve().name if arguments.checkout else None
     return {**found, **vars(arguments), "checkout": checkout}
+
+
+def side(arguments: argparse.Namespace, ours: dict[tuple[Path, int], list], root: Path) -> dict:
+    """Return the figures of one checkout of this project."""
+    found = times(ours[root, arguments.hidden_size])
+    if arguments.against is not None:
+        larger = times(ours[root, arguments.against])
+        found |= {"times_as_long": round(larger["hot_swap_ms"] / found["hot_swap_ms"], 2), "larger": larger}
+    return found
 
 
 def times(ours: list) -> dict:
@@ -196,6 +213,7 @@ def times(ours: list) -> dict:
     released = [recovery.phases["detect"] + recovery.phases["release"] for recovery in ours]
     return {
         "hot_swap_ms": median_ms(total),
+        "quartiles_ms": [round(1e3 * at) for at in statistics.quantiles(total, n=4)[::2]] if len(total) > 1 else None,
         "hot_swap_all_ms": [round(seconds * 1e3) for seconds in total],
         "released_ms": median_ms(released),
         "released_all_ms": [round(seconds * 1e3) for seconds in released],

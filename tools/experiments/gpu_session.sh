@@ -49,7 +49,7 @@ cp "$work/selftest/selftest.json" "$out/" 2> /dev/null
 
 if ((tests_s)) && "$python" -c 'import pytest' 2> /dev/null; then
     timeout "$tests_s" "$python" -m pytest -q -p no:cacheprovider -m '' \
-        tests/processes/test_dmr_digest_devices.py tests/end_to_end/test_faults_every_kind.py \
+        tests/processes/test_dmr_digest.py tests/end_to_end/test_faults_every_kind.py \
         -k 'gpu or lost_cuda_context' 2>&1 | tee "$work/tests.txt"
 fi
 find "$work" -name '*.draft' -delete

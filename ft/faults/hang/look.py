@@ -270,11 +270,6 @@ COLLECTION = "garbage collection of Python"
 """Stands as the innermost call in the stack of a thread that collects garbage."""
 
 
-def has_stack_of(thread: int, text: str) -> bool:
-    """Return whether a text contains the calls of a thread, or says that it has none."""
-    return any(int(match[1], 16) == thread and "\n" in text[match.end() + 1 :] for match in _HEAD.finditer(text))
-
-
 def read_stacks(text: str, training: int, folder: str = "") -> list[Thread]:
     """Return the threads of a process, the training thread first.
 

@@ -50,6 +50,7 @@ from ft.job.messages import (
     Open,
     Reach,
     Repair,
+    Reserve,
     Restart,
     Resume,
     Spawn,
@@ -292,7 +293,7 @@ class Agent:
 
     def _obey(self, what: Any) -> None:
         match what:
-            case Repair():
+            case Repair() | Reserve():
                 self._workforce.tell(what)
             case Resume():
                 self._workforce.tell(what)

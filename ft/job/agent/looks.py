@@ -137,8 +137,7 @@ def _add_stacks(look: _Open) -> None:
     """Add the Python calls of workers that run and have not answered."""
     mute = [worker for worker, said in look.silent.items() if said.process == RUNNING and worker not in look.answers]
     asked = {worker: look.handlers[worker] for worker in mute if worker in look.handlers}
-    texts = processes.stacks_of(asked, lambda text, handler: calls.has_stack_of(handler.thread, text)) if asked else {}
-    for worker, text in texts.items():
+    for worker, text in processes.stacks_of(asked).items():
         pid, handler = asked[worker]
         threads = calls.read_stacks(text, handler.thread, processes.folder(pid))
         said = look.silent[worker]

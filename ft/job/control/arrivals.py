@@ -168,6 +168,8 @@ def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decis
         out.add(f"ignored: {report.worker} resumes epoch {report.epoch}, the epoch is {_where(state)}")
         return
     worker.resumed, state.protected = report.epoch, True
+    if state.fresh:  # a joiner's heap has the memory that it was told to keep ready
+        state.footprint = max(state.footprint[0], report.heap), max(state.footprint[1], report.snapshot)
     state.step = max(state.step, report.step) if state.fresh else state.step
     out.add(f"{report.worker} begins epoch {report.epoch} after step {report.step}")
 

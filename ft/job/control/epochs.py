@@ -71,6 +71,7 @@ def advance(state: State, now: float, out: Decisions) -> None:
         ends.finish_if_done(state, now, out)
     if state.phase == RUNNING:
         _replenish(state, now, out)
+        _reserve(state, out)
 
 
 # --- seats -----------------------------------------------------------------------------------------------------------
@@ -137,6 +138,18 @@ def _replenish(state: State, now: float, out: Decisions) -> None:
             state.spawning.setdefault(node, []).extend([now] * count)
 
 
+def _reserve(state: State, out: Decisions) -> None:
+    """Tell new standbys how much memory a logical rank needs; the start of the others is over by now."""
+    told = [worker for worker in state.standbys() if not worker.reserved]
+    if not told or not any(state.footprint):
+        return
+    for worker in told:
+        worker.reserved = True
+    heap, snapshot = state.footprint
+    names = ", ".join(worker.name for worker in told)
+    out.add(f"{names}: touch the memory of a logical rank, {heap + snapshot >> 20} MiB", m.Reserve(heap, snapshot))
+
+
 # --- repair ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +189,7 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         rebuilt=dict(sorted(chosen.rebuilt.items())),
         lent=dict(sorted(chosen.lent.items())),
         teller=chosen.teller,
+        live=[] if chosen.rebuilt or chosen.lent else _live(state, chosen.step),
     )
     state.rebuilt |= dict.fromkeys((state.places[rank].pp for rank in chosen.rebuilt), chosen.step)
     state.kept = len(plan.keep)
@@ -186,6 +200,12 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     )
     out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=chosen.step, rung=found.rung)
     state.enter(REPAIRING, now)
+
+
+def _live(state: State, step: int) -> list[int]:
+    """Return the logical ranks whose models still have the weights of ``step``."""
+    found = ((rank, w.release) for rank, w in state.by_rank().items() if not w.empty)
+    return [rank for rank, release in found if release is not None and release.holdings.live == step]
 
 
 def _order_resume(state: State, now: float, out: Decisions) -> None:

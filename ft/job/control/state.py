@@ -150,6 +150,7 @@ class Worker:
         left: whether it has exited with code 0.
         left_at: time of that exit, in seconds.
         released: whether its agent has reported that its device is free again.
+        reserved: whether it was told, as a standby, how much memory a logical rank needs.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Worker:
     left: bool = False
     left_at: float = 0.0
     released: bool = False
+    reserved: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,7 @@ class State:
         noticed: whether the user was told which agents are missing at the start.
         protected: whether any worker has ever trained under hot-swap protection. From then on, other workers hold
             copies of its state in memory, and faults can be injected.
+        footprint: the most (bytes of heap, bytes of a snapshot) that a logical rank's worker needed at the start.
         agents: node -> agent.
         workers: name -> worker.
         seats: logical rank -> name of the worker that holds it.
@@ -343,6 +346,7 @@ class State:
     noticed: bool = False
     told_of_difference: int = -1
     checked: bool = False
+    footprint: tuple[int, int] = (0, 0)
     agents: dict[str, Agent] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
     seats: dict[int, str] = field(default_factory=dict)

@@ -233,6 +233,7 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
         windows=tuple(sorted(builder.windows, key=lambda window: (window.stage, window.start_us))),
         memory=Memory(_memory(model, layout, timeline), budget or cluster.device.memory),
         pipeline=pipeline,
+        units=tuple((unit, *times) for unit, times in timeline.times.items()),
         early_stop=layout.early_stop,
     )
 
@@ -294,7 +295,7 @@ class _Builder:
             self.ops.append(Operator(*ids, start_us, t_us, in_ids=(state,), stage=stage, **costs))
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {name: Tensor(name, size, self._last_use.get(name)) for name, size in self._sizes.items()}
+        return {name: Tensor(size, self._last_use.get(name)) for name, size in self._sizes.items()}
 
 
 class StageMemory(NamedTuple):

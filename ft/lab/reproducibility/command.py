@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from ft.lab.reproducibility.probe import as_text, as_values
-    from ft.systems.dmr.unstable import write_unstable
+    from ft.systems.dmr.plan.file import write_unstable
     from megatron import patches
     from megatron.ft_trainer.logging.quiet import quieten
     from megatron.patches.manifest import WITH_DMR

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.show.text import count, table
 from ft.systems.dmr.digest import differing, same
+from ft.systems.dmr.plan.file import Unstable
 from ft.systems.dmr.runtime.operators import (
     Call,
     call_of,
@@ -27,7 +28,6 @@ from ft.systems.dmr.runtime.operators import (
     tensors_in,
     written,
 )
-from ft.systems.dmr.unstable import Unstable
 
 _ALWAYS = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size {vocab} --num-layers 2 --hidden-size {hidden} "

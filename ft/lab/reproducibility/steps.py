@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ft.base.errors import UserError
 from ft.lab.reproducibility.probe import Case, Probe
+from ft.protection.flags import FaultToleranceOptions
 from megatron import patches
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Options, check, parse
@@ -19,7 +20,6 @@ from megatron.ft_trainer.arguments.topics import (
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
-    FaultToleranceOptions,
     LoggingOptions,
     TokenizerOptions,
 )

@@ -5,7 +5,7 @@ of step n - 1 from the same rank of healthy replicas (:mod:`ft.state.transfer`) 
 these healthy ranks is a source. The state's epoch is its lineage: the number of the quorum in which its step was
 committed.
 
-Each source sends an equal share of the bytes of the state (:mod:`ft.state.fetch.memory`), and the other sources take
+Each source sends an equal share of the bytes of the state (:mod:`ft.state.layout`), and the other sources take
 over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). A source sends its live tensors, and
 withdraws them before they change (:mod:`ft.state.fetch.server`).
 """

@@ -17,8 +17,8 @@ from ft.base.errors import FallbackError, RecoverableError
 from ft.net.framed import Mark
 from ft.net.streams import TcpNetwork
 from ft.state.fetch import shares
-from ft.state.fetch.memory import FlatState
 from ft.state.fetch.shares import Piece
+from ft.state.layout import FlatState
 from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, Source
 
 
@@ -116,7 +116,9 @@ class Crew:
                 self.changed.notify_all()
             for source in self._sources:
                 source.cut(_NOT_NEEDED)
-            self._join(threads)
+            for source, thread in zip(self._sources, threads, strict=True):
+                if source.is_connected():  # otherwise it cannot write: no connection is made after the end of the work
+                    thread.join()
         left = {address: str(error) for address, error in self._ended.items() if error is not None}
         if not is_done():
             raise failure(what, self._ended, stopped)
@@ -143,8 +145,7 @@ class Crew:
         """
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: is_done() or self._all_ended(), timeout=_LOOK_S)
-                if is_done() or self._all_ended():
+                if self.changed.wait_for(lambda: is_done() or len(self._ended) == len(self._sources), timeout=_LOOK_S):
                     return ""
             now = time.monotonic()
             if self._cancel is not None and self._cancel.is_set():
@@ -155,26 +156,12 @@ class Crew:
                 if (since := source.since) is not None and now - since > self._stall_s:
                     source.cut(f"has sent nothing for {now - since:.1f} s")
 
-    def _all_ended(self) -> bool:
-        return len(self._ended) == len(self._sources)
-
-    def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads that could still write into the destination tensors.
-
-        The thread of a source without a connection cannot write: no connection is made after the end of the work.
-        """
-        for source, thread in zip(self._sources, threads, strict=True):
-            if source.is_connected():
-                thread.join()
-
 
 def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> Exception:
-    """Return the exception of a fetch that has failed: BadState if every source failed with ``Bad``, else Refused.
+    """Return the exception of a fetch of ``what``: BadState if every source failed with ``Bad``, else Refused.
 
-    Args:
-        what: description of the fetched data.
-        ended: address of a source -> the exception that ended the work on it, or None.
-        stopped: reason why the fetch was ended early, or "".
+    ``ended`` is the exception that ended the work on each source, or None; ``stopped`` why the fetch was ended early,
+    or "".
     """
     reasons = [f"{address} {error}" for address, error in ended.items() if error is not None]
     text = f"cannot fetch {what}: " + "; ".join([*([stopped] if stopped else []), *reasons] or ["there is no source"])
@@ -314,7 +301,7 @@ def fetch(
 
     left = crew.run(work, task.is_whole, f"the state of step {step}, lineage {lineage}")
     seconds = time.monotonic() - began
-    return Fetched(_content(task.envelope), memory.table.nbytes, seconds, task.delivered, left)
+    return Fetched(_content(task.envelope or b""), memory.table.nbytes, seconds, task.delivered, left)
 
 
 def fetch_envelope(
@@ -362,7 +349,7 @@ def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
     return source.receive(piece, memory)
 
 
-def _content(envelope: bytes | None) -> dict[str, Any]:
+def _content(envelope: bytes) -> dict[str, Any]:
     try:
         content = bounded_json.loads(envelope, non_finite=True)
     except (ValueError, TypeError, RecursionError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import FtError
 from ft.platform import releases, sockets
@@ -47,8 +48,8 @@ class Connection:
     device_type: str
     backend_type: dist.ProcessGroup.BackendType
 
-    def __init__(self, backend: dist.Backend):
-        self.backend: dist.Backend | None = backend
+    def __init__(self, backend: c10d.Backend):
+        self.backend: c10d.Backend | None = backend
 
     def interrupt(self) -> None:
         """Make every blocked operation fail soon, without waiting for that. Safe from any thread.
@@ -66,23 +67,28 @@ class Connection:
 
 
 class GlooConnection(Connection):
-    """A gloo backend. ``interrupt`` shuts its sockets down, as gloo has no call that aborts an operation."""
+    """A gloo backend. ``interrupt`` shuts its sockets down, as gloo has no call that aborts an operation.
+
+    Args:
+        backend: torch's backend.
+        own: function that returns the sockets of the backend, which may connect further pairs later.
+    """
 
     device_type = "cpu"
     backend_type = dist.ProcessGroup.BackendType.GLOO
 
-    def __init__(self, backend: dist.Backend, own: sockets.Sockets):
+    def __init__(self, backend: c10d.Backend, own: Callable[[], sockets.Sockets]):
         super().__init__(backend)
         self._own = own
 
     def interrupt(self) -> None:
-        sockets.shut(self._own)
+        sockets.shut(self._own())
 
     def break_one(self, choice: random.Random) -> None:
         """Break one TCP connection of the backend, drawn by ``choice``, for fault injection. Safe from any thread."""
-        if self._own:
-            descriptor = choice.choice(sorted(self._own))
-            sockets.shut({descriptor: self._own[descriptor]})
+        if own := self._own():
+            descriptor = choice.choice(sorted(own))
+            sockets.shut({descriptor: own[descriptor]})
 
 
 class NcclConnection(Connection):
@@ -102,7 +108,7 @@ class NcclConnection(Connection):
     device_type = "cuda"
     backend_type = dist.ProcessGroup.BackendType.NCCL
 
-    def __init__(self, backend: dist.Backend, name: str, abort_s: float):
+    def __init__(self, backend: c10d.Backend, name: str, abort_s: float):
         super().__init__(backend)
         self._name, self._abort_s, self._lock = name, abort_s, threading.Lock()
         self._thread: threading.Thread | None = None
@@ -126,7 +132,7 @@ class NcclConnection(Connection):
             return f"the abort of {self._name} did not end after {self._abort_s:g} s"
         return None if self._error is None else f"the abort of {self._name} failed: {str(self._error).strip()}"
 
-    def _abort(self, backend: dist.Backend) -> None:
+    def _abort(self, backend: c10d.Backend) -> None:
         try:
             backend.abort()
         except Exception as error:
@@ -149,11 +155,11 @@ class GlooConnector:
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self._rank, self._size, self._timeout = rank, size, timeout
-        self._devices: list = []
+        self._devices: list[c10d.ProcessGroupGloo.Device] = []
         self._listening: list[sockets.Address] = []
         self._listeners: sockets.Sockets = {}
 
-    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+    def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
         """Rendezvous with the other members in ``store``, and connect to all of them.
 
         Args:
@@ -167,13 +173,15 @@ class GlooConnector:
         if not self._devices:
             self._make_devices()
         sockets.admit(self._listeners, everybody=True)
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # whose stub lacks the options
+        options = gloo._Options()
         options._devices, options._timeout = self._devices, self._timeout
         store.set(f"at/{self._rank}", " ".join(f"{host},{port}" for host, port in self._listening))
         store.set_timeout(self._timeout)
-        backend = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        backend = gloo(store, self._rank, self._size, options)
         sockets.admit(self._listeners, everybody=False)  # all members are connected
-        return GlooConnection(backend, self._find_own(watch, store))
+        own = self._find_own(watch, store)
+        return GlooConnection(backend, lambda: own)
 
     def _make_devices(self) -> None:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -194,7 +202,7 @@ class GlooConnector:
                 return
         raise FtError("cannot tell gloo's listening socket from others: other threads keep opening theirs")
 
-    def _find_own(self, watch: sockets.Watch, store: dist.Store) -> sockets.Sockets:
+    def _find_own(self, watch: sockets.Watch, store: c10d.Store) -> sockets.Sockets:
         """Return the sockets that gloo has opened, by their addresses: other threads may have opened sockets too."""
         there = store.multi_get([f"at/{rank}" for rank in range(self._size)])
         ends = [end.rsplit(",", 1) for entry in there for end in entry.decode().split()]
@@ -213,27 +221,6 @@ def connections(size: int) -> int:
     return size - 1 if size <= MOST_IN_MESH else len(neighbours(0, size))
 
 
-class SparseConnection(GlooConnection):
-    """A gloo backend that may connect further pairs later, so that its sockets are looked up when they are needed.
-
-    Args:
-        backend: torch's backend object.
-        loops: the event loops of the backend's devices, each with the device's listening socket.
-    """
-
-    def __init__(self, backend: dist.Backend, loops: list[sockets.EventLoop]):
-        super().__init__(backend, {})
-        self._loops = loops
-
-    def interrupt(self) -> None:
-        for loop in self._loops:
-            sockets.shut(loop.connected())
-
-    def break_one(self, choice) -> None:
-        self._own = {fd: inode for loop in self._loops for fd, inode in loop.connected().items()}
-        super().break_one(choice)
-
-
 class SparseGlooConnector(GlooConnector):
     """Connects one large group over gloo without connecting every pair, once for each epoch in which it is rebuilt.
 
@@ -247,7 +234,7 @@ class SparseGlooConnector(GlooConnector):
 
     lazy = True
 
-    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+    def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
         """Rendezvous with the neighbours in ``store``, and connect to them.
 
         Raises:
@@ -257,17 +244,20 @@ class SparseGlooConnector(GlooConnector):
         self._devices = []
         self._make_devices()
         loops = [sockets.EventLoop.of(address) for address in self._listening]
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # whose stub lacks the options
+        options = gloo._Options()
         options._devices, options._timeout, self._devices = self._devices, self._timeout, []
         store.set_timeout(self._timeout)
-        backend = dist.ProcessGroupGloo(store, self._rank, self._size, options)
-        connection = SparseConnection(backend, loops)
+        backend = gloo(store, self._rank, self._size, options)
+        connection = GlooConnection(
+            backend, lambda: {fd: inode for loop in loops for fd, inode in loop.connected().items()}
+        )
         store.set(f"at/{self._rank}", "")
         store.wait([f"at/{rank}" for rank in neighbours(self._rank, self._size)])
         self._meet(backend, connection, is_cancelled)
         return connection
 
-    def _meet(self, backend: dist.Backend, connection: SparseConnection, is_cancelled: Callable[[], bool]) -> None:
+    def _meet(self, backend: Any, connection: GlooConnection, is_cancelled: Callable[[], bool]) -> None:
         how = dist.BarrierOptions()
         how.timeout = _BARRIER
         work = backend.barrier(how)
@@ -320,23 +310,21 @@ class NcclConnector:
         self._rank, self._size, self._timeout, self._abort_s = rank, size, timeout, abort_s
         self._identity, self._given = identity, given
 
-    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
-        """Create the backend and its communicator, together with the other members.
+    def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+        """Create the backend and its communicator, together with the other members (:meth:`GlooConnector.connect`).
 
-        Args:
-            store: store for the rendezvous, whose keys must never have been used before.
-            watch: not used for NCCL.
-            is_cancelled: whether nobody waits for the communicator any more.
+        ``watch`` is not used. ``is_cancelled`` returns whether nobody waits for the communicator any more.
 
         Raises:
             RuntimeError: a member did not join, or the connection to the store broke.
         """
-        options = dist.ProcessGroupNCCL.Options() if self._given is None else self._given
+        nccl: Any = dist.ProcessGroupNCCL  # which torch has on GPUs only
+        options = nccl.Options() if self._given is None else self._given
         if self._identity is not None:
             options.group_name, options.global_ranks_in_group = self._identity
         options._timeout = self._timeout
         options.config.blocking = 0  # an abort ends operations that are under way
-        backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        backend = nccl(store, self._rank, self._size, options)
         connection = NcclConnection(backend, f"an NCCL group of {self._size} ranks", self._abort_s)
         device = torch.device("cuda", torch.cuda.current_device())
         try:
@@ -347,7 +335,7 @@ class NcclConnector:
             raise
         return connection
 
-    def _await_readiness(self, backend: dist.Backend, device: torch.device, is_cancelled: Callable[[], bool]) -> None:
+    def _await_readiness(self, backend: Any, device: torch.device, is_cancelled: Callable[[], bool]) -> None:
         """Wait until the communicator is ready: an operation on no elements waits for that, and launches nothing."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         while True:
@@ -357,14 +345,6 @@ class NcclConnector:
             except RuntimeError as error:  # torch's own wait has a limit that is too short for large groups
                 if "NCCL timeout" not in str(error) or is_cancelled() or time.monotonic() > deadline:
                     raise
-
-
-def prepare_gloo() -> None:
-    """Make gloo look up all members with one store request instead of one request per member.
-
-    Call it before the first connection.
-    """
-    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
 _WAIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -411,9 +391,9 @@ def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message
         if given.strip().lower() not in ("0", "n", "no", "f", "false", ""):
             report(f"{name}={given} is replaced by 0: {otherwise}")
         os.environ[name] = "0"
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
         report("TORCH_DISTRIBUTED_DEBUG=DETAIL is replaced by INFO: it includes TORCH_NCCL_DESYNC_DEBUG")
-        dist.set_debug_level(dist.DebugLevel.INFO)
+        c10d.set_debug_level(c10d.DebugLevel.INFO)
 
 
 def interrupt_together(connections: list[Connection]) -> None:
@@ -432,7 +412,7 @@ def interrupt_together(connections: list[Connection]) -> None:
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:
     """Return a process group that dispatches each operation to the backend for the device of its tensors.
 
-    A ``dist.Backend`` alone does not suffice: torch calls methods of ``dist.ProcessGroup`` that it lacks, such as
+    A ``c10d.Backend`` alone does not suffice: torch calls methods of ``dist.ProcessGroup`` that it lacks, such as
     those for coalesced operations.
 
     Args:
@@ -440,7 +420,7 @@ def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGro
         rank: rank of this worker within the group.
         size: number of members of the group.
     """
-    inner = dist.ProcessGroup(dist.HashStore(), rank, size)
+    inner = dist.ProcessGroup(c10d.HashStore(), rank, size)
     for one in connections:
         inner._set_default_backend(one.backend_type)
         inner._register_backend(torch.device(one.device_type), one.backend_type, one.backend)

@@ -23,6 +23,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Mark:
 class Device:
     """The GPU of this process, as its groups see it. There is one such object per process, ``DEVICE``."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock, self._aborting = threading.Lock(), 0
         self._marks: deque[Mark] = deque()
         self._stop = threading.Event()
@@ -82,11 +83,12 @@ class Device:
 
         A work of a backend whose watchdog does not tell is asked itself.
         """
+        watched: Any = work  # torch's stub lacks the method
         try:
-            result = work.get_future_result()
+            result = watched.get_future_result()
         except RuntimeError:  # ``Work::getFutureResult``: not implemented
             return self.asks(work.is_completed)
-        return result.done() and result.value() == _SUCCESS
+        return bool(result.done() and result.value() == _SUCCESS)
 
     def aborts_begin(self) -> None:
         """Answer no further question, until ``aborts_ended`` was called as often as this."""

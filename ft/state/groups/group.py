@@ -10,9 +10,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import EpochClosed, UserError
 from ft.faults.hang.look import RECV, SEND, channel
@@ -22,7 +24,10 @@ from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, i
 from ft.state.groups.device import DEVICE, STALLS, Place
 from ft.state.groups.local import Local
 from ft.state.groups.state import EpochState
-from ft.state.groups.work import GRACE_S, Batch, Composed, GroupWork, Message, MessageFromAnyone, is_send
+from ft.state.groups.work import GRACE_S, Batch, GroupWork, Message, MessageFromAnyone, Opaque, is_send
+
+if TYPE_CHECKING:
+    from ft.state.groups.registry import Groups
 
 _PRUNE_AT = 64
 # Texts in backend errors that indicate a failed connection. All other errors at the start of an operation are bugs of
@@ -44,20 +49,18 @@ class Group(dist.ProcessGroup):
         ranks: logical ranks of the members, in group order.
         rank: group rank of this worker.
         state: the state that all groups of this worker share.
-        registry: the ``Groups`` object that creates, connects and forgets groups.
+        maker: the object that creates, connects and forgets groups; ``ft.state.groups.seam`` asks it for further ones.
 
     Attributes:
-        maker: ``registry``, which ``ft.state.groups.seam`` asks for further groups.
         connectors: device type ("cpu" or "cuda") -> object that connects the group for tensors on such a device. The
             first connector is used at once, the other one at the first operation on such a tensor.
         interrupted: whether an operation failed or was aborted, so that the connections cannot be used any more.
     """
 
-    def __init__(self, name: str, desc: str, ranks: list[int], rank: int, state: EpochState, registry):
-        super().__init__(rank, len(ranks))
+    def __init__(self, name: str, desc: str, ranks: list[int], rank: int, state: EpochState, maker: "Groups"):
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # torch's stub lacks this constructor
         self._name, self._desc, self.ranks, self.state = name, desc, Numbers(ranks), state
-        self._rank, self._size, self._registry = rank, len(ranks), registry
-        self.maker = registry
+        self._rank, self._size, self.maker = rank, len(ranks), maker
         self.connectors: dict[str, GlooConnector | NcclConnector] = {}
         self._connections: dict[str, Connection] = {}
         self._inner: dist.ProcessGroup | None = None
@@ -65,7 +68,7 @@ class Group(dist.ProcessGroup):
         # Works that were started and whose end was not observed yet. Messages (send, receive) in host memory are weakly
         # referenced: if the program drops a message's work without waiting, it is dropped here too, as in gloo. On a
         # device an operation goes on although nobody references its work.
-        self._flight: dict[int, GroupWork | weakref.ref] = {}
+        self._flight: dict[int, GroupWork | weakref.ref[GroupWork]] = {}
         self._before: Place | None = None
         self.interrupted = self._used = False
         self._prune_at = _PRUNE_AT
@@ -73,15 +76,17 @@ class Group(dist.ProcessGroup):
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def send(self, tensors, dst: int, tag: int = 0):
+    # torch's stub promises a work; here an operation that is on the current stream already has none.
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work | None:  # type: ignore[override]
         self._refuse_gpu_message(tensors)
         return self._start(Message(self), (self._sent, dst), "send", (tensors, dst, tag), {})
 
-    def recv(self, tensors, src: int, tag: int = 0):
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work | None:  # type: ignore[override]
         self._refuse_gpu_message(tensors)
         return self._start(Message(self), (self._received, src), "recv", (tensors, src, tag), {})
 
-    def recv_anysource(self, tensors, tag: int = 0):
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work | None:  # type: ignore[override]
         self._refuse_gpu_message(tensors)
         return self._start(MessageFromAnyone(self), None, "recv_anysource", (tensors, tag), {})
 
@@ -96,14 +101,15 @@ class Group(dist.ProcessGroup):
             messages: the operations, all in this group and on one device.
         """
         if self._local is None and "cuda" in self.connectors and _device_type((messages[0].tensor,)) == "cuda":
-            return [self._start(Batch(self), None, "batch_isend_irecv", (messages,), {})]
+            batch = self._start(Batch(self), None, "batch_isend_irecv", (messages,), {})
+            return [] if batch is None else [batch]
         works = []
         for one in messages:
             peer = {"group_dst" if is_send(one) else "group_src": one.group_peer}
             works.append(one.op(one.tensor, group=self, tag=one.tag, **peer))
         return [work for work in works if work is not None]
 
-    def _refuse_gpu_message(self, tensors) -> None:
+    def _refuse_gpu_message(self, tensors: list[torch.Tensor]) -> None:
         # gloo hands a message's address to the operating system (``ProcessGroupGloo::send``), which cannot read a GPU.
         if "cuda" not in self.connectors and tensors[0].device.type == "cuda":
             raise UserError(
@@ -112,7 +118,12 @@ class Group(dist.ProcessGroup):
             )
 
     def _start(
-        self, work: GroupWork, tally: tuple[list[int], int] | None, method: str, args: tuple, kwargs: dict
+        self,
+        work: GroupWork,
+        tally: tuple[list[int], int] | None,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> dist.Work | None:
         """Start an operation on the connected backends, and return its work.
 
@@ -163,7 +174,7 @@ class Group(dist.ProcessGroup):
             self._prune()
         return work
 
-    def _count(self, work: GroupWork, tally: tuple[list[int], int], method: str, args: tuple) -> None:
+    def _count(self, work: GroupWork, tally: tuple[list[int], int], method: str, args: tuple[Any, ...]) -> None:
         counters, at = tally
         counters[at] += 1
         if work.trains:
@@ -179,22 +190,26 @@ class Group(dist.ProcessGroup):
         self._count(work, (self._sent if method == "send" else self._received, peer), method, ([tensor],))
         return work
 
-    def _start_locally(self, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+    def _start_locally(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work | None:
         state = self.state
         if state.closed is not None and not state.alone:
             raise EpochClosed(*state.closed)
-        return getattr(self._local, method)(*args, **kwargs)
+        work: dist.Work = getattr(self._local, method)(*args, **kwargs)
+        return work
 
-    def _connected_for(self, args: tuple, kwargs: dict, work: GroupWork | None = None) -> dist.ProcessGroup:
+    def _connected_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], work: GroupWork | None = None
+    ) -> dist.ProcessGroup:
         device_type = next(iter(self.connectors))
         if len(self.connectors) > 1:
             device_type = _device_type(args) or _device_type(tuple(kwargs.values())) or device_type
         if work is not None:
             work.on_host = device_type == "cpu"
         if self._inner is None or device_type not in self._connections:
-            self._registry.await_connection(self, device_type)
+            self.maker.await_connection(self, device_type)
         if work is not None and not work.on_host:
             self._before = STALLS.begins(work.trains)
+        assert self._inner is not None  # by ``attach``
         return self._inner
 
     # --- called by works --------------------------------------------------------------------------------------------
@@ -215,11 +230,14 @@ class Group(dist.ProcessGroup):
         self.interrupted = True
         return self.state.error_of(self._name, self.ranks, error)
 
+    def _works(self) -> list[tuple[int, GroupWork | None]]:
+        """Return (key, work) of the operations in flight; None for a message whose work the program has dropped."""
+        entries = list(self._flight.items())
+        return [(key, entry() if isinstance(entry, weakref.ref) else entry) for key, entry in entries]
+
     def _unfinished(self) -> bool:
-        for entry in list(self._flight.values()):
-            work = entry() if isinstance(entry, weakref.ref) else entry
-            if work is not None and work.is_unfinished():
-                return True
+        if any(work is not None and work.is_unfinished() for _, work in self._works()):
+            return True
         return any(name == self._name for name, _ in DEVICE.marked())
 
     def oldest_unfinished(self) -> tuple[str, float] | None:
@@ -228,8 +246,7 @@ class Group(dist.ProcessGroup):
         Safe from any thread. Works of a device that have ended are forgotten here, so that each is looked at about
         once, however often this method is called.
         """
-        for key, entry in list(self._flight.items()):
-            work = entry() if isinstance(entry, weakref.ref) else entry
+        for key, work in self._works():
             if work is None:
                 continue
             if work.keeps_training():
@@ -239,9 +256,8 @@ class Group(dist.ProcessGroup):
         return None
 
     def _prune(self) -> None:
-        for key, entry in list(self._flight.items()):
-            work = entry() if isinstance(entry, weakref.ref) else entry
-            if work is None or (work is entry and not work.is_unfinished()):
+        for key, work in self._works():
+            if work is None or not work.is_unfinished():
                 self._flight.pop(key, None)
         # A program can be ahead of its device by many operations; not each of them looks at all earlier ones.
         self._prune_at = max(_PRUNE_AT, 2 * len(self._flight))
@@ -271,9 +287,9 @@ class Group(dist.ProcessGroup):
 
     def drop(self) -> None:
         """Release the broken connections. Afterwards no earlier operation writes into a buffer."""
-        works = [entry() if isinstance(entry, weakref.ref) else entry for entry in list(self._flight.values())]
+        works = self._works()
         remains = [self._inner, *(connection.backend for connection in self._connections.values())]
-        for work in works:
+        for _, work in works:
             # What has ended by an abort is not to be told from what has ended by itself.
             if work is not None and (not work.on_host or work.is_unfinished()):
                 work.inner = None  # the program may still reference the work, which would keep the connection alive
@@ -288,7 +304,7 @@ class Group(dist.ProcessGroup):
         remover.start()
         remover.join(GRACE_S)
         if remover.is_alive():
-            self._registry.ends_later(remover)
+            self.maker.ends_later(remover)
 
     def prepare_rebuild(self) -> None:
         """Drop the connections, reset the counters and stop completing operations locally, before a rebuild."""
@@ -331,7 +347,7 @@ class Group(dist.ProcessGroup):
     # --- torch's interface of a process group ------------------------------------------------------------------------
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # torch's stub has a type of its own for a name, a str
         return self._name
 
     @property
@@ -353,15 +369,17 @@ class Group(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device_type) for device_type in self.connectors]
 
-    def _get_backend(self, device: torch.device) -> dist.Backend:
+    def _get_backend(self, device: torch.device) -> c10d.Backend:
         if device.type not in self.connectors:
             raise RuntimeError(f"group {self._name} has no backend for device type {device.type}")
         if device.type not in self._connections:
-            self._registry.await_connection(self, device.type)
-        return self._connections[device.type].backend
+            self.maker.await_connection(self, device.type)
+        backend = self._connections[device.type].backend
+        assert backend is not None  # a connection that was dropped is in no group
+        return backend
 
-    def get_group_store(self) -> dist.Store:
-        return self._registry.store_of(self)
+    def get_group_store(self) -> c10d.Store:
+        return c10d.PrefixStore(f"{self._name}/", self.maker.store)
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._inner is not None:
@@ -380,10 +398,10 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Destroy the group on this worker, whether or not the other members are alive."""
-        self._registry.forget(self)
+        self.maker.forget(self)
         interrupt_together(self.connections())
         self.drop()
-        self._registry.settle()
+        self.maker.settle()
 
     abort = shutdown
 
@@ -391,10 +409,10 @@ class Group(dist.ProcessGroup):
         return f"Group({self._name}, ranks={self.ranks})"
 
 
-def _collective(method: str) -> Callable:
-    kind = Composed if "reduce_scatter" in method else GroupWork
+def _collective(method: str) -> Callable[..., dist.Work | None]:
+    kind = Opaque if "reduce_scatter" in method else GroupWork
 
-    def operation(self, *args, **kwargs):
+    def operation(self: Group, *args: Any, **kwargs: Any) -> dist.Work | None:
         return self._start(kind(self), (self._collectives, 0), method, args, kwargs)
 
     operation.__name__ = method
@@ -429,7 +447,7 @@ def _is_of_transport(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORT_WORDS)
 
 
-def _device_type(values) -> str | None:
+def _device_type(values: Sequence[Any]) -> str | None:
     """Return the device type of the first tensor among the arguments of an operation, or of a barrier's options."""
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -12,8 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 from ft.faults.hang.look import Departure, Operation, channel, departure, missing_end, operation_name, source_name
 
@@ -40,7 +42,7 @@ class Entry(NamedTuple):
     group: str
     name: str
     peer: int | None
-    sizes: tuple
+    sizes: tuple[tuple[torch.dtype, torch.Size], ...]
     site: tuple[CodeType, int] | str | None
     sequence: int
     began: float
@@ -88,16 +90,13 @@ class History:
         self._newest.clear()
         self._usual = (True, True, False)
 
-    def started(self, group: str, method: str, peer: int | None, sequence: int, values: Sequence, work: Any) -> None:
-        """Remember an operation.
+    def started(
+        self, group: str, method: str, peer: int | None, sequence: int, values: Sequence[Any], work: Any
+    ) -> None:
+        """Remember an operation, as an :class:`Entry`.
 
-        Args:
-            group: name of the process group.
-            method: name of the method of ``dist.ProcessGroup``.
-            peer: logical rank of the other end of a message; None for a collective.
-            sequence: its number in its channel.
-            values: arguments of the method.
-            work: the work object, which tells when the operation has ended; it is not kept alive.
+        ``method`` is the method of ``dist.ProcessGroup`` that was called with ``values``. ``work`` tells when the
+        operation has ended; it is not kept alive.
         """
         name = operation_name(method)
         self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
@@ -170,7 +169,7 @@ def shortened(filename: str) -> str:
     return source_name(filename, os.getcwd())
 
 
-def _sizes(values: Sequence) -> tuple:
+def _sizes(values: Sequence[Any]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
     found = []
     for value in values:
         if hasattr(value, "dtype"):
@@ -185,7 +184,7 @@ _KNOWN: dict[str, bool] = {}
 
 def _site() -> tuple[CodeType, int] | None:
     """Return the innermost call outside of the communication libraries."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         library = _KNOWN.get(name)

@@ -15,6 +15,8 @@ For a group of one member, all these results are exact.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ class Ended(dist.Work):
         super().__init__()
         self._source = source
 
-    def wait(self, timeout=None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -50,8 +52,8 @@ class Ended(dist.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future:
-        future = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future = torch.futures.Future[list[torch.Tensor]]()
         future.set_result([])
         return future
 
@@ -68,12 +70,12 @@ class Local:
         self._rank, self._size = rank, size
         self._ended = Ended((rank + 1) % size)
 
-    def _nothing(self, *_args, **_kwargs) -> dist.Work:
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> dist.Work:
         return self._ended
 
     broadcast = send = recv = recv_anysource = barrier = monitored_barrier = _nothing
 
-    def allreduce(self, tensors, opts=None, *_args, **_kwargs) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, *_args: Any, **_kwargs: Any) -> dist.Work:
         operation = getattr(opts, "reduceOp", opts)
         if operation is not None and operation == dist.ReduceOp.PREMUL_SUM:
             raise RuntimeError("a premultiplied sum needs NCCL, and a group of one member makes no NCCL communicator")
@@ -81,7 +83,7 @@ class Local:
 
     allreduce_coalesced = reduce = allreduce
 
-    def allgather(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def allgather(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         for gathered, own in zip(outputs, inputs, strict=True):
@@ -90,47 +92,55 @@ class Local:
 
     allgather_coalesced = allgather
 
-    def all_gather_single(self, output, own, *_args, **_kwargs) -> dist.Work:
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, *_args: Any, **_kwargs: Any) -> dist.Work:
         _repeat(output.view(-1).chunk(self._size), own)
         return self._ended
 
-    def all_gather_single_coalesced(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         for output, own in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, own)
         return self._ended
 
-    def reduce_scatter(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         for output, parts in zip(outputs, inputs, strict=True):
             _copy(output, parts[self._rank])
         return self._ended
 
-    def reduce_scatter_single(self, output, whole, *_args, **_kwargs) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> dist.Work:
         _copy(output, whole.reshape(-1).chunk(self._size)[self._rank])
         return self._ended
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         for output, whole in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, whole)
         return self._ended
 
-    def gather(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         if outputs:
             self.allgather(outputs, inputs)
         return self._ended
 
-    def scatter(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         if inputs:
             self.reduce_scatter(outputs, inputs)
         return self._ended
 
-    def alltoall(self, outputs, inputs, *_args, **_kwargs) -> dist.Work:
+    def alltoall(self, outputs: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> dist.Work:
         _repeat(outputs, inputs[self._rank])
         return self._ended
 
     def all_to_all_single(
-        self, output, whole, output_sizes: Sequence[int] = (), input_sizes: Sequence[int] = (), *_args, **_kwargs
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        *_args: Any,
+        **_kwargs: Any,
     ) -> dist.Work:
         parts = whole.split(list(input_sizes)) if input_sizes else whole.chunk(self._size)
         gathered = output.split(list(output_sizes)) if output_sizes else output.chunk(self._size)

@@ -8,6 +8,7 @@ VI-D).
 import gc
 import hashlib
 import json
+import os
 import random
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import EpochClosed, FtError
 from ft.faults.hang.look import Departure, Operation, operation_name
@@ -34,13 +36,12 @@ from ft.state.groups.backends import (
     NcclConnector,
     SparseGlooConnector,
     interrupt_together,
-    prepare_gloo,
     prepare_nccl,
 )
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
-from ft.state.groups.history import Entry
+from ft.state.groups.history import Entry, History
 from ft.state.groups.seam import BACKEND, take_over
 from ft.state.groups.state import EpochState
 from ft.state.groups.work import GroupWork, Message, Opaque
@@ -75,6 +76,9 @@ class Groups:
 
     Any thread may call ``close``, ``waiting`` and ``oldest_unfinished``. Only the training thread may call the other
     methods.
+
+    Attributes:
+        store: torch's store of the default group.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Groups:
         device_backend: str,
         state: EpochState,
         connection: StoreConnection,
-        store: dist.Store,
+        store: c10d.Store,
         limits: Timeouts,
     ):
         self._rendezvous, self._device_backend, self._state = rendezvous, device_backend, state
@@ -93,7 +97,7 @@ class Groups:
         self._pending: dict[tuple[str, str], Job] = {}
         self._lock = threading.Lock()
         self._builder: Builder | None = None
-        self._connection, self._store = connection, store
+        self._connection, self.store = connection, store
         self._ending: list[threading.Thread] = []
 
     @classmethod
@@ -132,18 +136,19 @@ class Groups:
             EpochClosed: the epoch was closed before all workers had connected.
         """
         take_over()
-        prepare_gloo()
+        # gloo looks up all members with one store request instead of one request per member
+        os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         limits = limits or Timeouts()
         if device_backend == "nccl":
             prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
-        default_store = dist.PrefixStore(f"{prefix}/default", default)
+        default_store = c10d.PrefixStore(f"{prefix}/default", default)
         groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store, limits)
         if not alone:
             groups._builder = Builder(prefix, groups._connection)
         dist.init_process_group(
             BACKEND,
-            store=groups._store,
+            store=groups.store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -151,7 +156,8 @@ class Groups:
         )
         world = dist.distributed_c10d._world
         # Programs query the default group's backend and pass its name to ``new_group``: report the device's backend.
-        world.pg_map[world.default_pg] = (dist.Backend(device_backend), world.pg_map[world.default_pg][1])
+        if (default_group := world.default_pg) is not None:
+            world.pg_map[default_group] = (dist.Backend(device_backend), world.pg_map[default_group][1])
         return groups
 
     # --- making groups, called by torch -------------------------------------------------------------------------------
@@ -195,14 +201,10 @@ class Groups:
                 self.await_connection(group, "cpu")
         return group
 
-    def make_default(self, options) -> Group:
+    def make_default(self, options: Any) -> Group | None:
         """Create the default group. ``options``: torch's description of it (size, rank, timeout and name)."""
         self._default_rank = options.group_rank
         return self.new_group(range(options.group_size), options.timeout, options.group_id, "default_pg")
-
-    def store_of(self, group: Group) -> dist.Store:
-        """Return the part of the store whose keys belong to ``group``."""
-        return dist.PrefixStore(f"{group.group_name}/", self._store)
 
     def forget(self, group: Group) -> None:
         """Remove a group that is being destroyed. With the last group, cancel the builder."""
@@ -239,18 +241,25 @@ class Groups:
             if not group.connections():
                 raise FtError(f"{group} was not rebuilt for epoch {self._state.epoch}: no plan named it")
             job = self._submit(group, device_type)
-        self._wait(group, job)
+        self._wait(job)
 
     def _submit(self, group: Group, device_type: str | None = None) -> Job:
         device_type = device_type or next(iter(group.connectors))
-        job = Job(f"{group.group_name}/{device_type}", group.connectors[device_type], group.attach)
+        job = Job(group, device_type)
         self._pending[group.group_name, device_type] = job
-        return self._builder.submit(job)
+        return self._building.submit(job)
 
-    def _wait(self, group: Group, job: Job) -> None:
+    @property
+    def _building(self) -> Builder:
+        if self._builder is None:
+            raise FtError("no group is connected before the first rebuild")
+        return self._builder
+
+    def _wait(self, job: Job) -> None:
+        group = job.group
         self._state.begins_to_wait(group.group_name)
         try:
-            self._builder.wait(job)
+            self._building.wait(job)
         except Cancelled:
             raise EpochClosed(*(self._state.closed or (self._state.epoch, "the groups were destroyed"))) from None
         except RuntimeError as error:
@@ -352,9 +361,9 @@ class Groups:
             self._builder = Builder(prefix, self._connection)
         self._pending.clear()
         state.history.clears()
-        jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
-        for group, job in jobs[: len(wanted)]:
-            self._wait(group, job)
+        jobs = [self._submit(group) for group in (*wanted, *later)]
+        for job in jobs[: len(wanted)]:
+            self._wait(job)
         return time.monotonic() - began
 
     def _disconnect(self, groups: list[Group]) -> None:
@@ -379,16 +388,10 @@ class Groups:
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
-    def begins_a_step(self, is_usual: bool = True) -> None:
-        """Record that the next operations belong to a new training step.
-
-        ``is_usual``: whether those since the last call were a whole training step (``History.begins``).
-        """
-        self._state.history.begins(is_usual)
-
-    def is_interrupted(self) -> None:
-        """Record that the next operations belong to something that most training steps do not contain."""
-        self._state.history.is_unusual()
+    @property
+    def history(self) -> History:
+        """Return the record of training's operations, which is told when a step begins."""
+        return self._state.history
 
     def look(self, threads: Collection[str] = ()) -> GroupsLook:
         """Return what is known of the operations of training. Safe from any thread.

@@ -3,7 +3,8 @@
 The default group is of the backend ``ft``, which ``take_over`` registers. torch hands some later groups to a method of
 the default group, but only from release 2.13 on, and there without the backend that the program asked for. So
 ``take_over`` wraps the function through which every release creates every group, ``_new_process_group_helper``: if the
-default group has a ``maker``, the maker creates the later groups too, and torch keeps its own records of them.
+default group has a ``maker`` (:class:`ft.state.groups.registry.Groups`), the maker creates the later groups too, and
+torch keeps its own records of them.
 
 It wraps ``batch_isend_irecv`` too. Before release 2.14, torch launches messages together only in a group whose type is
 exactly its own; from then on it asks the group for its backend, which a group without connections does not have.
@@ -12,43 +13,19 @@ exactly its own; from then on it asks the group for its backend, which a group w
 import functools
 import inspect
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
 
+if TYPE_CHECKING:
+    from ft.state.groups.registry import Groups
+
 BACKEND = "ft"
 _HELPER = "_new_process_group_helper"
 _NEEDED = ("global_ranks_in_group", "backend", "group_name", "backend_options", "timeout", "group_desc")
-
-
-class Maker(Protocol):
-    """Creates the process groups of a program. The default group has it as its attribute ``maker``."""
-
-    def new_group(
-        self,
-        ranks: list[int],
-        timeout: timedelta | None,
-        name: str,
-        desc: str | None,
-        backend: str,
-        options: Any = None,
-    ) -> dist.ProcessGroup | None:
-        """Create a group over these ranks. Return None if this process is not a member.
-
-        It is called in every process, in the order in which the program creates its groups.
-
-        Args:
-            ranks: global ranks of the members.
-            timeout: longest duration of an operation, None for the default.
-            name: unique name of the group.
-            desc: torch's description of the group.
-            backend: name of the backend that the program has asked for.
-            options: the program's options for that backend (``pg_options``), None for the defaults.
-        """
 
 
 def take_over() -> None:
@@ -63,7 +40,9 @@ def take_over() -> None:
     check_torch()
     if BACKEND in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(
+        BACKEND, lambda options, make: make(options), extended_api=True, devices=["cpu", "cuda"]
+    )
     # torch's flight recorder (2.15) must leave the recording to the gloo and NCCL backends below a group: it would
     # attach itself to the group, and ask for the name of a backend that is registered on the group; none is.
     recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
@@ -73,14 +52,15 @@ def take_over() -> None:
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = together(dist.batch_isend_irecv)
 
 
-def together(original: Callable) -> Callable:
+def together(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``batch_isend_irecv`` such that a group of this project starts its messages itself."""
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
         dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
-        group = p2p_op_list[0].group or dist.group.WORLD
-        return group.exchange(p2p_op_list) if hasattr(group, "maker") else original(p2p_op_list)
+        group: Any = p2p_op_list[0].group or dist.group.WORLD
+        works: list[dist.Work] = (group.exchange if hasattr(group, "maker") else original)(p2p_op_list)
+        return works
 
     return batch_isend_irecv
 
@@ -101,19 +81,14 @@ def check_torch() -> None:
         )
 
 
-def _create(options: Any, make: Callable[[Any], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Create a group: torch calls this for the backend ``ft``."""
-    return make(options)
-
-
-def _through_maker(original: Callable) -> Callable:
+def _through_maker(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def helper(*args, **kwargs):
+    def helper(*args: Any, **kwargs: Any) -> Any:
         world = dist.distributed_c10d._world
         given = signature.bind(*args, **kwargs).arguments
-        maker: Maker | None = getattr(world.default_pg, "maker", None)
+        maker: Groups | None = getattr(world.default_pg, "maker", None)
         ranks = given["global_ranks_in_group"]
         if maker is None or not ranks:  # torch gives no ranks for the default group
             return original(*args, **kwargs)

@@ -88,12 +88,8 @@ class EpochState:
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:
         """Return the exception for an operation that failed with ``error``.
 
-        If the epoch is open, first report the failure and wait for the control plane to close the epoch.
-
-        Args:
-            group: name of the process group.
-            ranks: logical ranks of its members.
-            error: the exception of the operation.
+        If the epoch is open, first report the failure and wait for the control plane to close the epoch. ``ranks`` are
+        the logical ranks of the group's members.
         """
         if self.closed is None:
             self._on_failure(group, error)

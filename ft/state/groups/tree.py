@@ -14,12 +14,15 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ft.base import bounded_json
+from ft.state.groups.local import Ended
+from ft.state.groups.state import EpochState
 
 FAN_OUT = 16
 """Maximum number of children of a rank."""
@@ -35,6 +38,14 @@ class Shape:
     def parent(self, place: int) -> int | None:
         """Return the parent of ``place``; None for the root."""
         return (place - 1) // self.fan_out if place else None
+
+    def subtree(self, top: int) -> list[int]:
+        """Return the places of the subtree below and with ``top``, level by level."""
+        found, level = list[int](), [top]
+        while level:
+            found += level
+            level = list(itertools.chain.from_iterable(self.children(place) for place in level))
+        return found
 
     def children(self, place: int) -> range:
         """Return the children of ``place``, possibly none."""
@@ -54,17 +65,7 @@ class Shape:
         return hops
 
 
-class Operation(Protocol):
-    """A collective that was started. ``dist.Work`` is one."""
-
-    def wait(self) -> bool:
-        """Block until the collective has ended, and raise its exception if it has failed."""
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-
-
-_COMBINE: dict[dist.ReduceOp.RedOpType, Callable] = {
+_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.SUM: torch.add,
@@ -101,15 +102,18 @@ class Tree:
         if not self._is_flat:
             self._relay = _Relay(purpose, getattr(self._above or self._below, "state", None))
 
-    def start(self, word: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Operation:
+    def start(self, word: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         """Start an all-reduce; the operation runs in the background.
 
         Args:
             word: [n], int32 or int64: this rank's values; they are overwritten by the result.
             op: MIN, MAX or SUM.
         """
+        if self.size == 1:
+            return Ended()
         if self._is_flat:
-            return _start_flat(word, op, self._below or self._above)
+            work: dist.Work = dist.all_reduce(word, op=op, group=self._below or self._above, async_op=True)
+            return work
         return self._relay.start(lambda: self._all_reduce(word, op))
 
     def all_reduce(self, word: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -158,20 +162,21 @@ class Tree:
 
         A gather needs parts of equal length: each is as long as that of the first child, whose subtree is the largest.
         """
-        own = _subtree(self._shape, self.rank)
+        own = self._shape.subtree(self.rank)
         rows = torch.zeros(len(own), row.numel(), dtype=row.dtype, device="cpu")
         rows[0] = row
         if self._below is not None:
             place = {rank: at for at, rank in enumerate(own)}
             children = self._shape.children(self.rank)
-            longest = len(_subtree(self._shape, children[0]))
+            longest = len(self._shape.subtree(children[0]))
             padded = torch.zeros(longest, row.numel(), dtype=row.dtype, device="cpu")
             for child, part in zip(children, self._from_children(padded), strict=True):
-                ranks = _subtree(self._shape, child)
+                ranks = self._shape.subtree(child)
                 rows[[place[rank] for rank in ranks]] = part[: len(ranks)]
-        if self._above is None:
+        parent = self._shape.parent(self.rank)
+        if parent is None:
             return rows  # breadth-first order from the root is the order of the ranks
-        longest = len(_subtree(self._shape, self._shape.children(self._shape.parent(self.rank))[0]))
+        longest = len(self._shape.subtree(self._shape.children(parent)[0]))
         padded = torch.zeros(longest, row.numel(), dtype=row.dtype, device="cpu")
         padded[: len(rows)] = rows
         dist.gather(padded, group=self._above, group_dst=0)
@@ -194,36 +199,15 @@ def tell(tree: Tree, values: dict[str, Any]) -> dict[str, Any]:
     word = torch.zeros(int(length.item()), dtype=torch.int32, device="cpu")
     word[: len(text)] = torch.tensor(list(text), dtype=torch.int32, device="cpu")
     tree.all_reduce(word, dist.ReduceOp.MAX)
-    return bounded_json.loads(bytes(word.tolist()), non_finite=True)
-
-
-def _start_flat(word: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Operation:
-    if group is None:  # a world of one rank
-        return _Ended()
-    return dist.all_reduce(word, op=op, group=group, async_op=True)
-
-
-def _subtree(shape: Shape, top: int) -> list[int]:
-    """Return the ranks of the subtree below and with ``top``, level by level."""
-    found, level = [], [top]
-    while level:
-        found += level
-        level = list(itertools.chain.from_iterable(shape.children(place) for place in level))
+    found: dict[str, Any] = bounded_json.loads(bytes(word.tolist()), non_finite=True)
     return found
 
 
-class _Ended:
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Started:
+class _Started(dist.Work):
     """An operation in the relay's thread."""
 
-    def __init__(self, run: Callable[[], object], purpose: str, state):
+    def __init__(self, run: Callable[[], object], purpose: str, state: EpochState | None):
+        super().__init__()
         self._run, self._purpose, self._state = run, purpose, state
         self.ended = threading.Event()
         self._error: BaseException | None = None
@@ -235,7 +219,7 @@ class _Started:
             self._error = error
         self.ended.set()
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if self._state is not None:
             self._state.begins_to_wait(self._purpose)
         try:
@@ -260,7 +244,7 @@ class _Relay:
             is under way: an operation of a closed epoch would otherwise continue on the connections of the next one.
     """
 
-    def __init__(self, purpose: str, state):
+    def __init__(self, purpose: str, state: EpochState | None):
         self._purpose, self._state = purpose, state
         self._orders: queue.SimpleQueue[_Started] = queue.SimpleQueue()
         self._last: _Started | None = None

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class GroupWork(dist.Work):
     """One operation of a group, from just before its start until its end.
 
     Attributes:
+        group: the group.
         inner: the backend's work; None before the operation is started and after the connection was dropped.
         on_host: whether the operation's tensors are in host memory, so that gloo carries it out.
         ended: whether a wait for the operation has succeeded.
@@ -52,19 +53,18 @@ class GroupWork(dist.Work):
 
     def __init__(self, group: "Group"):
         super().__init__()
-        self._group = group
+        self.group = group
         self.inner: dist.Work | None = None
         self.on_host = True
         self.ended = False
         self.operation, self.began, self.trains, self.sequence = "", 0.0, False, 0
 
-    @property
-    def group(self) -> "Group":
-        return self._group
-
-    def launch(self, inner: dist.ProcessGroup, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+    def launch(
+        self, inner: dist.ProcessGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dist.Work | None:
         """Call the backends' ``method``, and return their work; None if the operation is on the current stream."""
-        return getattr(inner, method)(*args, **kwargs)
+        started: dist.Work | None = getattr(inner, method)(*args, **kwargs)
+        return started
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; with NCCL, make the current stream wait for it.
@@ -73,7 +73,7 @@ class GroupWork(dist.Work):
             EpochClosed: the epoch was closed before the operation ended.
             RecoverableError: the operation failed, and the control plane did not close the epoch because of it.
         """
-        group, inner = self._group, self._started()
+        group, inner = self.group, self._started()
         state = group.state
         state.begins_to_wait(group.group_name, self)
         try:
@@ -94,7 +94,7 @@ class GroupWork(dist.Work):
         return done
 
     def _wait_on_host(self, inner: dist.Work, timeout: timedelta | None) -> bool:
-        return wait_for_collective(inner, timeout, self._group.state)
+        return wait_for_collective(inner, timeout, self.group.state)
 
     def is_unfinished(self) -> bool:
         """Return whether the operation may still read or write its buffers, or has failed."""
@@ -131,7 +131,7 @@ class GroupWork(dist.Work):
             return not self.is_unfinished()
         return self.ended or (self.inner is not None and self.inner.is_success())
 
-    def exception(self):
+    def exception(self) -> Any:
         return None if self.inner is None else self.inner.exception()
 
     def synchronize(self) -> None:
@@ -143,7 +143,7 @@ class GroupWork(dist.Work):
     def result(self) -> list[torch.Tensor]:
         return self._started().result()
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[Any]:
         return self._started().get_future()
 
     def source_rank(self) -> int:
@@ -153,7 +153,7 @@ class GroupWork(dist.Work):
 
     def _started(self) -> dist.Work:
         if self.inner is None:
-            state = self._group.state
+            state = self.group.state
             raise EpochClosed(*(state.closed or (state.epoch - 1, "it was interrupted before this wait")))
         return self.inner
 
@@ -161,8 +161,8 @@ class GroupWork(dist.Work):
 class Opaque(GroupWork):
     """An operation whose completion gloo reports only in ``wait``, and whose ``wait`` ignores the timeout.
 
-    Such operations are messages (sends and receives), and reductions that gloo composes of other operations
-    (``Composed``).
+    Such operations are messages (sends and receives), and reduce-scatters: gloo implements these as an all-reduce with
+    a copy at the end of its wait.
     """
 
     def is_unfinished(self) -> bool:
@@ -173,7 +173,7 @@ class Opaque(GroupWork):
         return not self.on_host and super().keeps_training()
 
     def _wait_on_host(self, inner: dist.Work, timeout: timedelta | None) -> bool:
-        return wait_for_message(inner, timeout, self._group.state)
+        return wait_for_message(inner, timeout, self.group.state)
 
 
 class Message(Opaque):
@@ -191,7 +191,9 @@ class Batch(Message):
         super().__init__(group)
         self._messages: list[Message] = []
 
-    def launch(self, inner: dist.ProcessGroup, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+    def launch(
+        self, inner: dist.ProcessGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dist.Work | None:
         """Launch the messages, ``args[0]``, as one.
 
         torch opens a group of NCCL for the calling thread. It is closed also if a message fails, because everything
@@ -203,17 +205,13 @@ class Batch(Message):
         try:
             for one in messages:
                 kind = "send" if is_send(one) else "recv"
-                self._messages.append(self._group.add_message(self, kind, one.tensor, one.group_peer))
+                self._messages.append(self.group.add_message(self, kind, one.tensor, one.group_peer))
                 getattr(inner, kind)([one.tensor], one.group_peer, one.tag)
         finally:
             started = inner._end_coalescing(device)
         for message in self._messages:
             message.inner = started
         return started
-
-
-class Composed(Opaque):
-    """A reduce-scatter: gloo implements it as an all-reduce with a copy at the end of its wait."""
 
 
 class MessageFromAnyone(Message):
@@ -223,7 +221,7 @@ class MessageFromAnyone(Message):
         first = not self.ended
         done = super().wait(timeout)
         if first:
-            self._group.received_from(self.source_rank())
+            self.group.received_from(self.source_rank())
         return done
 
 
@@ -263,22 +261,26 @@ def ends_soon(is_over: Callable[[], bool]) -> bool:
     return True
 
 
+_Outcome = list[bool | Exception]
+"""[the result of a wait, or its exception]; [] if it has not ended."""
+
+
 class _Waiter:
     """A helper thread that waits for one work after another.
 
     The work and the result are handed over with two plain locks, which are fast: every message passes through here.
     """
 
-    def __init__(self):
-        self._task: tuple[dist.Work, timedelta | None, list] | None = None
+    def __init__(self) -> None:
+        self._task: tuple[dist.Work, timedelta | None, _Outcome] | None = None
         self._asked, self._answered = threading.Lock(), threading.Lock()
         self._asked.acquire()
         self._answered.acquire()
         threading.Thread(target=self._run, name="ft-wait", daemon=True).start()
 
-    def wait(self, work: dist.Work, timeout: timedelta | None, state: EpochState) -> list:
-        """Wait for ``work``. Return [its result or its exception], or [] if the epoch was closed first."""
-        outcome: list[bool | Exception] = []
+    def wait(self, work: dist.Work, timeout: timedelta | None, state: EpochState) -> _Outcome:
+        """Wait for ``work``. Return [] if the epoch was closed first."""
+        outcome: _Outcome = []
         self._task = (work, timeout, outcome)
         # The order matters: register, then read the flag. ``close`` sets the flag and then calls what is registered.
         state.wake.add(self._wake)

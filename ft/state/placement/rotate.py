@@ -63,7 +63,8 @@ class Rotation:
 
         Shape [ranks, k + 1].
         """
-        return (numpy.arange(self._count)[:, None] + numpy.array([0, *distances])) % self._count
+        places: numpy.ndarray = (numpy.arange(self._count)[:, None] + numpy.array([0, *distances])) % self._count
+        return places
 
     def next_distance(self, places: numpy.ndarray) -> int | None:
         """Return the shortest distance that adds to each row a holder in none of the row's domains, or None."""

@@ -13,7 +13,7 @@ limit in a domain. scipy's HiGHS solves the program. If the domains are nested, 
 integral already, and one node of the search tree is enough.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -164,7 +164,8 @@ class _Model:
             constraints=constraints,
             options={"node_limit": _SEARCH_NODES, "mip_rel_gap": 0},
         )
-        return found.x
+        values: numpy.ndarray | None = found.x
+        return values
 
     def chosen(self, values: numpy.ndarray) -> dict[int, list[int]]:
         holders: dict[int, list[int]] = {owner: [] for owner in self._request.need}
@@ -173,7 +174,7 @@ class _Model:
             holders[owner].append(holder)
         return holders
 
-    def _vector(self, values, start: int) -> numpy.ndarray:
+    def _vector(self, values: Sequence[float] | numpy.ndarray, start: int) -> numpy.ndarray:
         vector = numpy.zeros(self._size)
         vector[start : start + len(values)] = values
         return vector
@@ -183,7 +184,7 @@ class _Model:
 
         Rows whose pairs cannot exceed the limit of the domain are left out.
         """
-        request, rows = self._request, {}
+        request, rows = self._request, dict[tuple[int, tuple[str, str]], list[int]]()
         for index, (owner, holder) in enumerate(self.pairs):
             for domain in request.domains[holder]:
                 rows.setdefault((owner, domain), []).append(index)
@@ -222,7 +223,7 @@ class _Model:
             ),
         )
 
-    def _matrix(self, height: int, entries: list) -> coo_array:
+    def _matrix(self, height: int, entries: list[tuple[int, numpy.ndarray, numpy.ndarray]]) -> coo_array:
         data = numpy.concatenate([numpy.full(len(rows), float(value)) for value, rows, _ in entries])
         rows = numpy.concatenate([rows for _, rows, _ in entries])
         columns = numpy.concatenate([columns for _, _, columns in entries])

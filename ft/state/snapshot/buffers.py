@@ -27,7 +27,7 @@ from ft.base.errors import FallbackError, UserError
 from ft.job.messages import SNAPSHOT_MEMORY
 from ft.net.framed import checksum
 from ft.state import device as devices
-from ft.state.layout import CHUNK, Table, chunk_count
+from ft.state.layout import CHUNK, Memory, Table, chunk_count
 
 
 class Status(Enum):
@@ -41,27 +41,26 @@ class Status(Enum):
 class _Memory(mmap.mmap):
     """Zeroed memory of this process, which can be page-locked until it is freed."""
 
-    _locked: tuple[int, torch.device] | None = None
+    _locked: tuple[tuple[int, torch.device], ...] = ()
 
-    def lock(self, address: int) -> None:
-        """Page-lock the memory, which begins at ``address``, for copies by CUDA devices.
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock ``nbytes`` bytes from ``address`` on, a part of the memory, for copies by CUDA devices.
 
         Raises:
             UserError: CUDA cannot lock it.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         except RuntimeError as error:
             raise UserError(
-                f"{len(self) / 2**30:.1f} GiB of host memory for snapshots cannot be page-locked: {error}",
+                f"{nbytes / 2**30:.1f} GiB of host memory for snapshots cannot be page-locked: {error}",
                 "run with fewer workers per node, or without snapshots",
             ) from error
-        self._locked = (address, device)
+        self._locked += ((address, device),)
 
-    def __del__(self):
-        if self._locked is not None:
-            address, device = self._locked
+    def __del__(self) -> None:
+        for address, device in self._locked:
             with contextlib.suppress(Exception):  # the interpreter is ending, so CUDA may have ended
                 devices.enter(device)
                 torch.cuda.cudart().cudaHostUnregister(address)
@@ -93,6 +92,39 @@ class Label(msgspec.Struct, array_like=True, frozen=True):
     sections: dict[str, tuple[bytes, list[int]]]
 
 
+class Spare:
+    """Memory for a slot that is there before it is needed: a file without a name, mapped by this process.
+
+    Args:
+        nbytes: bytes of the tensors of two sections.
+
+    Attributes:
+        nbytes: size of the file in bytes.
+        touched: bytes from the beginning on whose pages are there.
+        fd: the file descriptor.
+        memory: the mapping.
+
+    Raises:
+        OSError: the file is larger than this process may make one (``ulimit -f``).
+    """
+
+    def __init__(self, nbytes: int):
+        self.nbytes, self.touched = nbytes + 3 * _PLACE, 0
+        self.fd = os.memfd_create(SNAPSHOT_MEMORY)
+        os.ftruncate(self.fd, self.nbytes)
+        self.memory = _Memory(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
+
+    def touch(self, nbytes: int) -> None:
+        """Touch the next ``nbytes`` bytes."""
+        stop = min(self.touched + nbytes, self.nbytes)
+        self.memory[self.touched : stop] = bytes(stop - self.touched)
+        self.touched = stop
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
 class SlotFile:
     """The memory of a slot as a file without a name (memfd_create(2)), which other processes can open through /proc.
 
@@ -105,6 +137,7 @@ class SlotFile:
     Args:
         sizes: name of a section -> its bytes.
         fd: file descriptor of an existing file, which this object closes; None: a new file is made.
+        spare: memory that the file takes over, if it is large enough.
 
     Raises:
         OSError: the file is larger than this process may make one (``ulimit -f``).
@@ -115,13 +148,16 @@ class SlotFile:
         end: end of the sections in bytes.
     """
 
-    def __init__(self, sizes: Mapping[str, int], fd: int | None = None):
+    def __init__(self, sizes: Mapping[str, int], fd: int | None = None, spare: Spare | None = None):
         self.places: dict[str, int] = {}
         at = _PLACE
         for name, nbytes in sizes.items():
             self.places[name] = at
             at += -(-max(nbytes, 1) // _PLACE) * _PLACE
         self.end = at
+        self.spare = spare if spare is not None and spare.nbytes >= at else None
+        if self.spare is not None:
+            fd = os.dup(self.spare.fd)
         self.fd = os.memfd_create(SNAPSHOT_MEMORY) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, at)
@@ -145,7 +181,7 @@ class SlotFile:
         """Say that the file has no complete snapshot."""
         self._head[: _HEAD.size] = bytes(_HEAD.size)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "fd", None) is not None:
             os.close(self.fd)
 
@@ -191,31 +227,34 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int, pinned: bool, place: tuple[SlotFile, int] | None = None):
-        self.nbytes, self.is_pinned = nbytes, False
+        self.nbytes, self.is_pinned, start = nbytes, False, 0
         if place is None:
             self._memory = _Memory(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             file, at = place
-            self._memory = _Memory(file.fd, max(nbytes, 1), flags=mmap.MAP_SHARED, offset=at)
+            if file.spare is None:
+                self._memory = _Memory(file.fd, max(nbytes, 1), flags=mmap.MAP_SHARED, offset=at)
+            else:
+                self._memory, start = file.spare.memory, at
         self._memory.madvise(mmap.MADV_DONTFORK)
         if nbytes >= 2 << 20:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:nbytes]
-        self.view = memoryview(self._memory)[:nbytes]
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[start : start + nbytes]
+        self.view = memoryview(self._memory)[start : start + nbytes]
         if pinned:
             self.pin()
 
     def pin(self) -> None:
         """Page-lock the memory, unless it is page-locked already."""
         if not self.is_pinned and self.nbytes:
-            self._memory.lock(self.tensor.data_ptr())
+            self._memory.lock(self.tensor.data_ptr(), self.nbytes)
         self.is_pinned = True
 
 
-class Part:
+class Part(Memory):
     """One section of a snapshot in memory: the tensors that no other rank has, or those that peers have too.
 
-    It is a :class:`ft.state.transfer.moving.Memory`, whose bytes are always in place.
+    Its bytes are always in place.
 
     Attributes:
         table: layout of the tensors.
@@ -288,18 +327,23 @@ class Slot:
     def nbytes(self) -> int:
         return sum(part.buffer.nbytes for part in self.parts.values())
 
-    def fit(self, tables: Mapping[str, Table], pinned: bool) -> None:
+    def fits(self, tables: Mapping[str, Table]) -> bool:
+        """Return whether the present memory is for sections with these layouts (name of a section -> its layout)."""
+        return {name: part.table for name, part in self.parts.items()} == dict(tables)
+
+    def fit(self, tables: Mapping[str, Table], pinned: bool, spare: Spare | None = None) -> None:
         """Allocate memory for sections with these layouts, unless the present memory has the same layouts.
 
         Args:
             tables: name of a section -> its layout.
             pinned: whether the memory has to be page-locked.
+            spare: memory that is used if it is large enough.
         """
-        if {name: part.table for name, part in self.parts.items()} != dict(tables):
+        if not self.fits(tables):
             self.parts, self.file = {}, None  # the old memory is freed before the new is allocated
             if self.owner is not None:
                 with contextlib.suppress(OSError):  # then the memory is private, and nobody can inherit it
-                    self.file = SlotFile({name: table.nbytes for name, table in tables.items()})
+                    self.file = SlotFile({name: table.nbytes for name, table in tables.items()}, spare=spare)
             self.parts = {name: Part(table, pinned, self._place(name)) for name, table in tables.items()}
         elif pinned:
             for part in self.parts.values():
@@ -313,7 +357,7 @@ class Slot:
         if self.file is not None and status is not Status.COMPLETE:
             self.file.withdraw()
         self.status = status
-        if self.file is not None and status is Status.COMPLETE:
+        if self.file is not None and self.owner is not None and status is Status.COMPLETE:
             sections = {name: (part.table.encoded, part.checksums) for name, part in self.parts.items()}
             self.file.publish(Label(self.owner, self.step, self.epoch, self.meta, self.meta_checksum, sections))
 
@@ -323,10 +367,10 @@ class Slot:
 
         The tensors are not verified here, but by :meth:`damage`. The object closes ``fd``.
         """
-        label, tables = read_label(fd), {}
+        label, tables = read_label(fd), dict[str, Table]()
         with contextlib.suppress(FallbackError):
             tables = {name: Table.decode(table) for name, (table, _) in label.sections.items()} if label else {}
-        if not tables or os.fstat(fd).st_size < _PLACE:
+        if label is None or not tables or os.fstat(fd).st_size < _PLACE:
             os.close(fd)
             return None
         file = SlotFile({name: table.nbytes for name, table in tables.items()}, fd)
@@ -363,10 +407,12 @@ class PingPong:
 
     Attributes:
         pinned: whether the next snapshots are written into page-locked memory.
+        spare: memory for the next slot that needs some, or None.
     """
 
     def __init__(self, owner: int = -1):
         self.pinned, self._owner = False, owner
+        self.spare: Spare | None = None
         self._slots = [Slot(owner=owner), Slot(owner=owner)]
         self._lock = threading.Lock()
 
@@ -395,7 +441,10 @@ class PingPong:
             )
             slot.turn(Status.STAGING)
             slot.step, slot.epoch = step, epoch
-        slot.fit(tables, self.pinned)
+        spare = None
+        if self.spare is not None and not slot.fits(tables):
+            spare, self.spare = self.spare, None
+        slot.fit(tables, self.pinned, spare)
         return slot
 
     def commit(self, slot: Slot) -> None:
@@ -448,4 +497,4 @@ class PingPong:
     def close(self) -> None:
         """Free the memory."""
         with self._lock:
-            self._slots = [Slot(owner=self._owner), Slot(owner=self._owner)]
+            self._slots, self.spare = [Slot(owner=self._owner), Slot(owner=self._owner)], None

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ft.base.errors import UserError
 from ft.state.snapshot import optimizers, rng
@@ -48,14 +49,14 @@ class Capture:
         alone: whether no other rank holds the same part of the model, so that the whole state has to be sent to peers.
     """
 
-    def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None, *, alone: bool):
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any = None, *, alone: bool):
         self._parts = optimizers.parts(optimizer)
         self._scheduler, self._alone = scheduler, alone
         for part in self._parts:
             optimizers.allocate(part.optimizer)
         modules = list(enumerate(chunks))
         self._frozen = {
-            f"frozen/{i}/{name}": p.detach()
+            f"frozen/{i}/{name}": optimizers.local(p.detach())
             for i, chunk in modules
             for name, p in chunk.named_parameters()
             if not p.requires_grad
@@ -71,7 +72,7 @@ class Capture:
         self._layout = _layout()
         self._owned: dict[str, torch.Tensor] = {}
         self._replicated: dict[str, torch.Tensor] = {}
-        self._counters: dict[str, tuple[dict, str]] = {}
+        self._counters: dict[str, tuple[dict[str, Any], str]] = {}
         self._storages: list[int] | None = None
 
     @property
@@ -95,7 +96,9 @@ class Capture:
             self._find()
         envelope = {
             "layout": self._layout,
-            "groups": [[optimizers.numbers(group) for group in part.optimizer.param_groups] for part in self._parts],
+            "groups": [
+                [optimizers.numbers(group) for group in optimizers.groups(part.optimizer)] for part in self._parts
+            ],
             "counters": {name: holder[key] for name, (holder, key) in self._counters.items()},
             "scalers": [optimizers.scaler_state(part) for part in self._parts],
             "scheduler": None if self._scheduler is None else optimizers.numbers(self._scheduler.state_dict()),
@@ -119,7 +122,7 @@ class Capture:
                 "start all workers with the same flags",
             )
         for part, groups, scaler in zip(self._parts, envelope["groups"], envelope["scalers"], strict=True):
-            for group, numbers in zip(part.optimizer.param_groups, groups, strict=True):
+            for group, numbers in zip(optimizers.groups(part.optimizer), groups, strict=True):
                 optimizers.set_numbers(group, numbers)
             optimizers.set_scaler(part, scaler)
         for name, value in envelope["counters"].items():
@@ -134,7 +137,8 @@ class Capture:
                 if saved is not None:
                     buffer.copy_(saved.view(buffer.dtype).view(buffer.shape))
         rng.restore(blobs)
-        return envelope["extra"]
+        extra: dict[str, Any] = envelope["extra"]
+        return extra
 
     def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
         """Take over the values that all pipeline stages have in common from another stage's envelope; return ``extra``.
@@ -148,7 +152,8 @@ class Capture:
             optimizers.set_schedule(self._scheduler, envelope["scheduler"])
         for part in self._parts:
             optimizers.forget(part.optimizer)
-        return envelope["extra"]
+        extra: dict[str, Any] = envelope["extra"]
+        return extra
 
     def unsharded(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of those optimizers that are not sharded, by name: all ranks with the same parameters
@@ -173,7 +178,7 @@ class Capture:
         extra = self.adopt(envelope)
         for part, groups in zip(self._parts, envelope["groups"], strict=True):
             sharded = isinstance(part, DistributedOptimizer)
-            for group, given in zip(part.optimizer.param_groups, groups, strict=True):
+            for group, given in zip(optimizers.groups(part.optimizer), groups, strict=True):
                 optimizers.set_numbers(group, {k: v for k, v in given.items() if not (sharded and k == "step")})
         with torch.no_grad():
             for name, tensor in self.unsharded().items():
@@ -198,8 +203,9 @@ class Capture:
             for name, group, holder, key in optimizers.entries(part.optimizer):
                 value, name = holder[key], f"{number}/{name}"
                 if isinstance(value, torch.Tensor):
-                    mine = self._alone or sharded or group.get("is_expert_parallel", False)
-                    (self._owned if mine else self._replicated)[name] = value.detach()
+                    is_split = sharded or isinstance(value, DTensor)
+                    mine = self._alone or is_split or group.get("is_expert_parallel", False)
+                    (self._owned if mine else self._replicated)[name] = optimizers.local(value.detach())
                 elif value is not None:
                     self._counters[name] = (holder, key)
         (self._owned if self._alone else self._replicated).update(self._frozen)
@@ -208,12 +214,13 @@ class Capture:
     def _find_storages(self) -> list[int]:
         """Return the addresses of the optimizer's tensors. A changed list means that tensors were replaced."""
         return [
-            value.data_ptr()
+            optimizers.local(value).data_ptr()
             for part in self._parts
-            for group in part.optimizer.param_groups
+            for holder in optimizers.holders(part.optimizer)
+            for group in holder.param_groups
             for parameter in group["params"]
             if parameter is not None
-            for value in (parameter, *part.optimizer.state.get(parameter, {}).values())
+            for value in (parameter, *holder.state.get(parameter, {}).values())
             if isinstance(value, torch.Tensor)
         ]
 

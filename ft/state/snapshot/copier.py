@@ -10,7 +10,7 @@ training thread waits for the copy before it.
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from ft.state import device as devices
 from ft.state.layout import CHUNK, Table
 from ft.state.snapshot.buffers import Part, Slot
+from ft.state.snapshot.state import Sections
 
 _DEVICE_BATCH = 64 * CHUNK
 _CHUNKS_PER_NOTICE = 4
@@ -100,7 +101,7 @@ class Plan:
     A plan is made once and reused whenever the slot is written, which is every other step.
     """
 
-    def __init__(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]):
+    def __init__(self, slot: Slot, sections: Sections):
         self.parts = dict(slot.parts)
         self.sections = dict(sections)
         live = {name: list(tensors.values()) for name, tensors in sections.items()}
@@ -109,7 +110,7 @@ class Plan:
         self.batches = [b for name, part in self.parts.items() for b in _batches(part, live[name], size)]
         self.nbytes = sum(part.table.nbytes for part in self.parts.values())
 
-    def fits(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+    def fits(self, slot: Slot, sections: Sections) -> bool:
         """Return whether the plan was made for this slot and these tensors. Mappings are compared by identity."""
         return self.sections.keys() == sections.keys() and all(
             self.parts.get(name) is slot.parts.get(name) and self.sections[name] is sections[name] for name in sections
@@ -139,11 +140,15 @@ def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Ba
     return batches
 
 
+_Job = tuple[Plan, Sequence[torch.cuda.Event | None], Progress, Callable[[BaseException | None], None]]
+"""A copy, an event for each batch that a device copies, and the function to call at the end."""
+
+
 class Copier:
     """A background thread that fills slots with copies of live tensors. ``close`` ends it."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ft-snapshot-copy", daemon=True)
         self._thread.start()
@@ -154,7 +159,9 @@ class Copier:
         ``done(error)`` is called in the background thread before the progress ends; error is None after a success.
         """
         progress = Progress()
-        events = self._queue_on_device(plan) if plan.device is not None else [None] * len(plan.batches)
+        events: Sequence[torch.cuda.Event | None] = [None] * len(plan.batches)
+        if plan.device is not None:
+            events = self._queue_on_device(plan, plan.device)
         self._jobs.put((plan, events, progress, done))
         return progress
 
@@ -162,11 +169,11 @@ class Copier:
         self._jobs.put(None)
         self._thread.join()
 
-    def _queue_on_device(self, plan: Plan) -> list[torch.cuda.Event]:
-        if plan.device not in self._streams:
-            self._streams[plan.device] = torch.cuda.Stream(plan.device)
-        stream = self._streams[plan.device]
-        stream.wait_stream(torch.cuda.current_stream(plan.device))
+    def _queue_on_device(self, plan: Plan, device: torch.device) -> list[torch.cuda.Event]:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
         events = []
         with torch.cuda.stream(stream), torch.no_grad():
             for batch in plan.batches:
@@ -192,7 +199,7 @@ class Copier:
 
 
 @torch.no_grad()
-def _fill(plan: Plan, events: list, progress: Progress) -> None:
+def _fill(plan: Plan, events: Sequence[torch.cuda.Event | None], progress: Progress) -> None:
     for batch, event in zip(plan.batches, events, strict=True):
         if not progress.is_wanted:
             if events[-1] is not None:
@@ -209,7 +216,7 @@ def _fill(plan: Plan, events: list, progress: Progress) -> None:
 
 
 @torch.no_grad()
-def write_back(slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def write_back(slot: Slot, sections: Sections) -> None:
     """Copy a snapshot into the live tensors."""
     for name, tensors in sections.items():
         live = [tensor.detach() for tensor in tensors.values()]
@@ -217,11 +224,11 @@ def write_back(slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -
             torch._foreach_copy_(live, slot.parts[name].tensors())
 
 
-def device_of(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.device | None:
+def device_of(sections: Sections) -> torch.device | None:
     """Return the device of the tensors; None if all are in host memory."""
     return next((t.device for tensors in sections.values() for t in tensors.values() if t.device.type != "cpu"), None)
 
 
-def tables_of(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Table]:
+def tables_of(sections: Sections) -> dict[str, Table]:
     """Return the layout of each section."""
     return {name: Table.of(tensors) for name, tensors in sections.items()}

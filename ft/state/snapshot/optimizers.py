@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ft.base.errors import UserError
 
@@ -16,13 +17,32 @@ _SCALE = ".scale"
 """End of the name of a scale, which Transformer Engine's optimizer keeps outside of its state."""
 
 
-def parts(optimizer: Any) -> list:
+def parts(optimizer: Any) -> list[Any]:
     """Return the parts of a chained megatron-core optimizer, such as one for dense and one for expert parameters.
 
     If ``optimizer`` is not chained, it is the only part. Stubs without tensors are left out.
     """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor (torch's FSDP2), which shares its memory; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def holders(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold the weights, moments and step counts of ``optimizer``: mostly itself.
+
+    megatron-core's HybridDeviceOptimizer (--optimizer-cpu-offload) has several, on the host and on the device, with
+    weights that are copies of its parameters. It gives them the numbers of its parameter groups before each step.
+    """
+    return getattr(optimizer, "sub_optimizers", [optimizer])
+
+
+def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, and those of its :func:`holders`, some of which count steps."""
+    return [group for each in dict.fromkeys((optimizer, *holders(optimizer))) for group in each.param_groups]
 
 
 def model_parameters(part: Any) -> list[torch.Tensor]:
@@ -38,11 +58,11 @@ def model_parameters(part: Any) -> list[torch.Tensor]:
 
 
 def wraps_torch_optimizer(part: Any) -> bool:
-    """Return whether a megatron-core optimizer wraps an optimizer of torch, which counts steps for each parameter.
+    """Return whether a megatron-core optimizer wraps optimizers of torch, which count steps for each parameter.
 
     The optimizers of Apex and Transformer Engine count steps for each parameter group.
     """
-    return type(part.optimizer).__module__.startswith("torch.optim")
+    return all(type(each).__module__.startswith("torch.optim") for each in holders(part.optimizer))
 
 
 @torch.no_grad()
@@ -56,6 +76,12 @@ def allocate(inner: torch.optim.Optimizer) -> None:
     Optimizers of torch whose state is known to be zeros make that of a parameter with one element instead: a step with
     all parameters would write each of them and their state several times, while a recovery waits.
     """
+    if holders(inner) != [inner]:
+        for holder in holders(inner):
+            allocate(holder)
+        hybrid: Any = inner
+        hybrid._sync_sub_optimizers_state_to_hdo()
+        return
     if type(inner) in _MAKE_ZEROS:
         _allocate_zeros(inner)
     everyone = [p for group in inner.param_groups for p in group["params"] if p is not None]
@@ -86,14 +112,15 @@ _MAKE_ZEROS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def _allocate_zeros(inner: torch.optim.Optimizer) -> None:
-    made: dict[tuple, dict[str, torch.Tensor]] = {}
+    made: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
+    kind_of_optimizer: Any = type(inner)
     for number, group in enumerate(inner.param_groups):
         for p in (p for p in group["params"] if p is not None and not inner.state.get(p)):
             kind = number, p.dtype, p.device
             if kind not in made:
                 one = torch.zeros(1, dtype=p.dtype, device=p.device)
                 one.grad = torch.zeros_like(one)
-                optimizer = type(inner)([{**group, "params": [one]}])
+                optimizer = kind_of_optimizer([{**group, "params": [one]}])
                 optimizer.step()
                 made[kind] = {key: value.zero_() for key, value in optimizer.state[one].items()}
             inner.state[p] = {
@@ -108,7 +135,11 @@ def forget(inner: torch.optim.Optimizer) -> None:
 
     A copy of a weight in the state becomes that of the parameter, and the lower bits of a weight, as integers, zero.
     """
-    main: torch.Tensor | None = None
+    main = torch.Tensor()
+    if holders(inner) != [inner]:
+        for holder in holders(inner):
+            forget(holder)
+        return
     for name, _, of, key in list(entries(inner)):
         if key == "main":
             main = of[key]
@@ -129,7 +160,7 @@ def forget(inner: torch.optim.Optimizer) -> None:
             group.pop("step", None)  # optimizers that count steps by group start without the key
 
 
-def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
+def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str]]:
     """Iterate over every parameter and every value of the optimizer state.
 
     Transformer Engine's FusedAdam keeps half-precision state in units of a scale for each tensor, which it keeps in
@@ -139,6 +170,10 @@ def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str
         (name, parameter group, the mapping that holds the value, key of the value in that mapping). The key of a
         parameter is "main".
     """
+    if holders(inner) != [inner]:
+        for at, holder in enumerate(holders(inner)):
+            yield from ((f"{at}/{name}", group, of, key) for name, group, of, key in entries(holder))
+        return
     scales = getattr(inner, "_scales", {})
     for number, group in enumerate(inner.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -147,19 +182,30 @@ def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str
             name = f"{number}/{index}"
             yield f"{name}/main", group, {"main": parameter}, "main"
             state = inner.state.get(parameter, {})
-            for key in sorted(state):
+            for key in sorted(key for key, value in state.items() if not _is_beside(value, parameter)):
                 yield f"{name}/{key}", group, state, key
                 if getattr(state[key], "dtype", None) is torch.float16 and key in scales.get(parameter, {}):
                     yield f"{name}/{key}{_SCALE}", group, scales[parameter], key
 
 
+def _is_beside(value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value of the optimizer state is none: core's HybridDeviceOptimizer puts the weight itself there,
+    and a mark of padding from checkpoints.
+    """
+    return value is parameter or isinstance(value, bool)
+
+
+_NO_NUMBERS = (torch.Tensor, type)
+"""Kinds of values of a parameter group that are not part of :func:`numbers`."""
+
+
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a parameter group, schedule or loss scaler that are not tensors.
+    """Return the values of a parameter group, schedule or loss scaler that are not tensors or classes.
 
     Raises:
         UserError: a value cannot be represented in JSON.
     """
-    kept = {key: value for key, value in values.items() if key != "params" and not isinstance(value, torch.Tensor)}
+    kept = {key: value for key, value in values.items() if key != "params" and not isinstance(value, _NO_NUMBERS)}
     for key, value in kept.items():
         if not _is_plain(value):
             raise UserError(
@@ -172,9 +218,9 @@ def numbers(values: dict[str, Any]) -> dict[str, Any]:
 def set_numbers(values: dict[str, Any], saved: dict[str, Any]) -> None:
     """Restore the values that :func:`numbers` returned as ``saved``.
 
-    Keys that are not in ``saved`` are removed, except those of tensors and parameters.
+    Keys that are not in ``saved`` are removed, except those of tensors, classes and parameters.
     """
-    for key in [k for k, v in values.items() if k not in saved and k != "params" and not isinstance(v, torch.Tensor)]:
+    for key in [k for k, v in values.items() if k not in saved and k != "params" and not isinstance(v, _NO_NUMBERS)]:
         del values[key]
     for key, value in saved.items():
         values[key] = tuple(value) if isinstance(values.get(key), tuple) and isinstance(value, list) else value

@@ -21,12 +21,13 @@ def blobs() -> dict[str, bytes]:
         UserError: numpy's global generator is not of numpy's default type (MT19937).
     """
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
-    if kind != "MT19937":
+    held = numpy.random.get_state(legacy=False)
+    if (kind := held["bit_generator"]) != "MT19937":
         raise UserError(f"numpy's global generator is a {kind}", "leave it as numpy makes it: snapshots hold MT19937")
     found = {
         "rng/python": _PYTHON.pack(version, *words, gauss is not None, gauss or 0.0),
-        "rng/numpy": _NUMPY.pack(position, has_gauss, cached) + keys.tobytes(),
+        "rng/numpy": _NUMPY.pack(held["state"]["pos"], held["has_gauss"], held["gauss"])
+        + held["state"]["key"].tobytes(),
         "rng/torch": _bytes(torch.get_rng_state()),
         "rng/device": _bytes(torch.cuda.get_rng_state()),
     }

@@ -14,6 +14,9 @@ from ft.base.errors import FallbackError
 OWNED, REPLICATED = "owned", "replicated"
 """Names of the two sections of a snapshot's tensors. Only the section ``OWNED`` is sent to peers."""
 
+Sections = Mapping[str, Mapping[str, torch.Tensor]]
+"""Name of a section -> name -> live tensor."""
+
 _LENGTH = struct.Struct("<I")
 
 

@@ -21,7 +21,7 @@ from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
 from ft.state.snapshot.buffers import Part, Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
-from ft.state.snapshot.state import OWNED, REPLICATED, RankState, pack_meta, unpack_meta
+from ft.state.snapshot.state import OWNED, REPLICATED, RankState, Sections, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
 from ft.state.transfer.push import Cancelled, Outgoing, PeerLost
 
@@ -103,7 +103,7 @@ class Snapshots:
         self._timeout, self._on_failure = timeout_s, on_failure
         self._copier = Copier()
         self._holders, self._replicas = list(peers), list(peers if replicas is None else replicas)
-        self._tables: tuple[list, dict[str, Table]] | None = None
+        self._tables: tuple[list[Mapping[str, torch.Tensor]], dict[str, Table]] | None = None
         self._plans: dict[int, Plan] = {}
         self._changed = threading.Condition()
         self._taken_at = 0.0
@@ -167,7 +167,7 @@ class Snapshots:
         self._progress = self._copier.start(plan, lambda error: self._copied(slot, error))
         outgoing = Outgoing(Mark(self.rank, step, epoch), part, meta, partial(_written, self._progress, part))
         for peer in self.peers:
-            self._transport.send(peer, outgoing, lambda error, peer=peer: self._sent(peer, step, epoch, error))
+            self._transport.send(peer, outgoing, partial(self._sent, peer, step, epoch))
         if not self.peers:
             self._safe = step
         stats.take_s = time.perf_counter() - began
@@ -179,20 +179,21 @@ class Snapshots:
             EpochClosed: ``interrupt`` was called for the snapshot's epoch.
             PeerLost: a peer does not accept its copy, or did not acknowledge it within ``timeout_s``.
         """
-        if self._progress is None:
+        stats = self.stats
+        if self._progress is None or stats is None:
             return
         began = time.perf_counter()
         self._progress.wait()
         if self._is_settled:  # the peers of its epoch are waited for no longer
             self._progress = None
             return
-        self.stats.copy_s = self._progress.seconds
+        stats.copy_s = self._progress.seconds
         with self._changed:
             ended = self._changed.wait_for(
                 lambda: not self._pending or self._failed or self._closed >= self._epoch, self._timeout
             )
             pending, failed = list(self._pending), dict(self._failed)
-        self.stats.wait_s = time.perf_counter() - began
+        stats.wait_s = time.perf_counter() - began
         if self._closed >= self._epoch:
             raise EpochClosed(self._closed, self._reason)
         if self._progress.error is not None:
@@ -220,7 +221,7 @@ class Snapshots:
             if self._progress.error is not None:
                 raise self._progress.error
 
-    def write_back(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def write_back(self, sections: Sections) -> None:
         """Copy the last snapshot into the live tensors, after it was verified by its checksums.
 
         Args:
@@ -232,7 +233,7 @@ class Snapshots:
         self.wait_for_own()
         slot = self._stock.own.find(self._taken)
         damage = "all of it" if slot is None else slot.damage()
-        if damage is not None:
+        if slot is None or damage is not None:
             raise RecoverableError(f"the snapshot of step {self._taken} is damaged: {damage}")
         write_back(slot, sections)
 
@@ -339,7 +340,8 @@ class Snapshots:
         owners = list(self.holdings().copies)
         for owner in owners:
             copies = self._stock.copies(owner)
-            copies.drop(copies.find())
+            if (newest := copies.find()) is not None:
+                copies.drop(newest)
         return owners
 
     def relapse(self, state: RankState) -> int:
@@ -354,9 +356,10 @@ class Snapshots:
         if self._progress is not None:
             self._progress.wait()
         steps = self._stock.own.steps()
-        if len(steps) < 2:
+        slot = self._stock.own.find(steps[0]) if len(steps) > 1 else None
+        if slot is None:
             raise FallbackError(f"no earlier snapshot to go back to (held: {steps})")
-        write_back(self._stock.own.find(steps[0]), {OWNED: state.sections()[OWNED]})
+        write_back(slot, {OWNED: state.owned})
         return steps[0]
 
     def close(self) -> None:
@@ -386,15 +389,9 @@ class Snapshots:
     ) -> tuple[Slot | None, dict[str, str]]:
         """Find the snapshot of ``step`` from which this worker restores its state.
 
-        The worker's own snapshot is used if its checksums are right. Otherwise the snapshot is copied from a peer into
-        one of this worker's own slots, and its checksums are checked there.
-
-        Args:
-            tables: name of a section -> layout of its tensors.
-            step: step of the snapshot.
-            source: the ranks to try first, for each section.
-            envelope_only: whether only the envelope of an own snapshot is needed, so that its tensors are not verified.
-            epoch: epoch in which the restore takes place; a cancellation of this epoch ends the search.
+        The worker's own snapshot is used if its checksums are right; those of the tensors are not looked at if
+        ``envelope_only``. Otherwise the snapshot is copied from a peer into one of this worker's own slots, and its
+        checksums are checked there.
 
         Returns:
             (slot with the snapshot, {section: where it came from}); (None, {}) if ``epoch`` was cancelled meanwhile.
@@ -479,12 +476,12 @@ class Snapshots:
                 self._failed[peer] = error
             else:
                 del self._pending[peer]
-                if not self._pending:
+                if not self._pending and self.stats is not None:
                     self._safe = step
                     self.stats.transfer_s = time.perf_counter() - self._taken_at
             self._changed.notify_all()
 
-    def _tables_of(self, sections: Mapping[str, Mapping]) -> dict[str, Table]:
+    def _tables_of(self, sections: Sections) -> dict[str, Table]:
         """Return the layouts of the live tensors, from a cache if the mappings are the same objects as last time.
 
         Snapshots of tensors on a device are written into page-locked memory.
@@ -495,7 +492,7 @@ class Snapshots:
             self._stock.own.pinned = device_of(sections) is not None
         return self._tables[1]
 
-    def _plan(self, slot: Slot, sections: Mapping[str, Mapping]) -> Plan:
+    def _plan(self, slot: Slot, sections: Sections) -> Plan:
         plan = self._plans.get(id(slot))
         if plan is None or not plan.fits(slot, sections):
             plan = self._plans[id(slot)] = Plan(slot, sections)

@@ -29,13 +29,12 @@ from ft.base.errors import FallbackError
 from ft.job.messages import Holdings
 from ft.net.framed import FramedChannel, Mark
 from ft.net.streams import Network, TcpNetwork
-from ft.state.layout import Table
+from ft.state.layout import Memory, Table
 from ft.state.snapshot.buffers import Part, PingPong, Slot, Status
 from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.state.transfer import pull
-from ft.state.transfer.moving import Disturb, Withdrawn
 from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender
-from ft.state.transfer.server import Arrival, Held, Holder, NotHeld, Refused, serve
+from ft.state.transfer.server import Arrival, Disturb, Held, Holder, NotHeld, Refused, Withdrawn, serve
 
 
 class CopyStore:
@@ -46,7 +45,7 @@ class CopyStore:
         own: its own snapshots.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.rank = -1
         self.own = PingPong()
         self._copies: dict[int, PingPong] = {}
@@ -64,7 +63,7 @@ class CopyStore:
             files: file descriptors of the memory of its slots, which this method closes.
         """
         for slot in filter(None, map(Slot.inherited, files)):
-            (self.own if slot.owner == -1 else self.copies(slot.owner)).inherit(slot)
+            (self.copies(slot.owner) if slot.owner not in (None, -1) else self.own).inherit(slot)
 
     def find(self, owner: int, step: int | None = None) -> Slot | None:
         """Return the complete snapshot of ``owner`` at ``step`` (default: the newest), None if there is none."""
@@ -120,7 +119,7 @@ class _HeldSnapshot(Held):
         self.envelope, self.envelope_check = slot.meta, slot.meta_checksum
 
     @contextmanager
-    def reading(self, channel: FramedChannel) -> Iterator[Part]:
+    def reading(self, channel: FramedChannel) -> Iterator[Memory]:
         yield self._part
         # The snapshot is not locked while it is read: its memory may have been reused for a newer one meanwhile.
         if (self._slot.status, self._slot.step, self._slot.epoch) != (Status.COMPLETE, *self.mark[1:]):
@@ -138,14 +137,14 @@ class _Arrival(Arrival):
 
     def prepare(self, table: Table, envelope: bytes) -> None:
         """Allocate memory for the copy."""
-        self._slot = self._copies.begin(self.mark.step, self.mark.epoch, {OWNED: table})
-        self._slot.set_meta(envelope)
-        self.memory = self._slot.parts[OWNED]
+        self._slot = slot = self._copies.begin(self.mark.step, self.mark.epoch, {OWNED: table})
+        slot.set_meta(envelope)
+        self.memory = slot.parts[OWNED]
 
     def commit(self) -> bool:
         with self._holder.lock:
             is_wanted = self.mark.epoch > self._holder.closed and self._holder.arrivals.get(self.mark.rank) is self
-            if is_wanted:
+            if is_wanted and self._slot is not None:
                 self._copies.commit(self._slot)
                 self._slot = None
         return is_wanted

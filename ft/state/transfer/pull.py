@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
 from ft.net.streams import Network
-from ft.state.layout import BadTable, Table
-from ft.state.transfer.moving import Gone, Memory, receive_range
-from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS
+from ft.state.layout import BadTable, Memory, Table
+from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS, Gone, receive_range
 
 __all__ = ["Bad", "Damaged", "Gone", "Lost", "Silent", "Source"]
 
@@ -101,8 +100,9 @@ class Source:
         """
         with self._failures():
             self.since = time.monotonic()
-            self._channel.send(RANGE, self._mark, {"start": piece.start, "stop": piece.stop})
-            damaged = receive_range(self._channel, self._mark, piece, into, self._progress)
+            channel = self._opened()
+            channel.send(RANGE, self._mark, {"start": piece.start, "stop": piece.stop})
+            damaged = receive_range(channel, self._mark, piece, into, self._progress)
         if damaged is not None:
             raise Damaged(f"the chunk at byte {damaged} does not have its checksum")
 
@@ -125,6 +125,11 @@ class Source:
             if self._channel is not None:
                 self._channel.close()
 
+    def _opened(self) -> FramedChannel:
+        if self._channel is None:
+            raise Lost("is not connected")
+        return self._channel
+
     def _progress(self) -> None:
         self.since = time.monotonic()
 
@@ -133,8 +138,9 @@ class Source:
         until = time.monotonic() + self._patience
         while True:
             self.since = time.monotonic()
-            self._channel.send(kind, wanted, {"section": section})
-            answer = self._channel.receive()
+            channel = self._opened()
+            channel.send(kind, wanted, {"section": section})
+            answer = channel.receive()
             if answer.kind == STATE:
                 return answer
             if answer.kind != NOT_HELD:

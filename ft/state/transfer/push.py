@@ -10,8 +10,8 @@ from ft.base.errors import RecoverableError
 from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark
 from ft.net.streams import Network
-from ft.state.transfer.moving import Disturb, Memory, send_range
-from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY
+from ft.state.layout import Memory
+from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY, Disturb, send_range
 
 _PAUSES_S = (0.0, 0.05, 0.25)
 """Seconds before each try: a dropped connection is retried, and a dead peer is reported within half a second."""
@@ -49,6 +49,10 @@ class Outgoing:
     ready: Callable[[int], None]
 
 
+_Job = tuple[Outgoing, Callable[[Exception | None], None], threading.Event]
+"""A push, the function to call at its end, and the event that cancels it."""
+
+
 class Sender:
     """Pushes states to one peer, from one thread, one at a time.
 
@@ -63,7 +67,7 @@ class Sender:
     def __init__(self, network: Network, peer: int, address: str, token: str, patience_s: float):
         self._network = network
         self._peer, self._address, self._token, self._patience = peer, address, token, patience_s
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._channel: FramedChannel | None = None
         self._disturb: Disturb | None = None

@@ -39,6 +39,11 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
             "--ft-checkfree-plus has no interleaved schedule with swapped stages",
             "drop --num-layers-per-virtual-pipeline-stage, or use --ft-checkfree",
         )
+    if asked.ft_checkfree_plus and options.core.optimizer_cpu_offload:
+        yield (
+            "--ft-checkfree-plus does not set the weights of --optimizer-cpu-offload to those of rebuilt ends",
+            "drop one of the two, or use --ft-checkfree",
+        )
     if asked.ft_checkfree_plus and any(ends):
         yield "--ft-checkfree-plus needs stages with the same number of layers", "split the layers evenly"
     yield from _check_numbers(options)

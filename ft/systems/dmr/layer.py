@@ -1,25 +1,83 @@
-"""The protections of SpareTrain: double execution (DMR) and its profiler; see :mod:`ft.protection.contract`."""
+"""The protections of SpareTrain: double execution (DMR) and its profiler; see :mod:`ft.protection.contract`.
 
-from collections.abc import Callable, Sequence
+Parts of a model or an optimizer that cannot be verified are refused when they are built. What the flags alone tell is
+refused by :mod:`ft.systems.dmr.flags`.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ft.base.errors import UserError
-from ft.protection.contract import Layer, Protection, Trainer, Update
-from ft.protection.undo import SharedCopy
-from ft.systems.dmr.digest import digest, digest_many
-from ft.systems.dmr.profile import session as profiler
-from ft.systems.dmr.profile.session import ITERATIONS, Profiling
-from ft.systems.dmr.runtime import install as runtime
-from ft.systems.dmr.runtime.install import Settings
-from ft.systems.dmr.runtime.protection import IterationVerifier
+from ft.protection.contract import Layer, Protection, Trainer
+from ft.protection.training_state import TrainingState
+from ft.protection.undo import Undo
+from ft.systems.dmr.digest import backend, digest
+from ft.systems.dmr.plan.file import read_plan, read_unstable, refuse_plan_of_other_run
+from ft.systems.dmr.plan.trace import Plan
+from ft.systems.dmr.profile.session import ITERATIONS, Profiling, install
+from ft.systems.dmr.runtime.collectives import Messages
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
+from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.functions import functions_of_core
+from ft.systems.dmr.runtime.injection import Falsifier, make_falsifier
+from ft.systems.dmr.runtime.mode import DoubleExecution as OperatorMode
+from ft.systems.dmr.runtime.opaque import OpaqueCalls
+from ft.systems.dmr.runtime.protection import FindingReporter, IterationVerifier
+from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.strategy import Planned, Strategy
+from ft.systems.dmr.runtime.suspects import Limits
 from ft.worker.session import Session
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.patches import double_execution
 from megatron.patches.manifest import WITH_DMR
 
-_SEED = 0
-"""Seed of the digests by which worlds compare their tensors; their runs may have different fingerprints."""
+
+def refuse_opaque_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer of megatron-core, which wraps one torch optimizer or a chain, that is not one of torch's own,
+    because its kernels may bypass torch's dispatcher.
+
+    A call that bypasses the dispatcher is executed twice as a whole, for which everything that it changes is copied: of
+    an optimizer that would be all of its state.
+
+    Raises:
+        UserError: the optimizer is of such a kind.
+    """
+    inner = [getattr(one, "optimizer", None) for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    kinds = [type(one) for one in inner if isinstance(one, torch.optim.Optimizer)]
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__.partition(".")[0] != "torch"}
+    if names:
+        raise UserError(
+            f"DMR follows operators through torch's dispatcher, which {', '.join(sorted(names))} may bypass",
+            "build the optimizer after megatron.patches.apply(WITH_DMR), of torch's own optimizers",
+        )
+
+
+_ORDER = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+def refuse_varying_attention(chunks: Sequence[torch.nn.Module], environment: Mapping[str, str]) -> None:
+    """Refuse attention that adds up gradients in another order each time.
+
+    Raises:
+        UserError: the model has attention of Transformer Engine, and its switch for such algorithms is not off.
+    """
+    if environment.get(_ORDER) == "0":
+        return
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine")]
+        if any(kind.__name__.endswith("DotProductAttention") for kind in kinds):
+            raise UserError(
+                "attention of Transformer Engine may add up gradients in another order each time, which DMR takes for "
+                "an error",
+                f"set {_ORDER}=0, or leave its functions out: --ft-dmr-unstable FILE",
+            )
 
 
 class DoubleExecution(Protection):
@@ -32,30 +90,57 @@ class DoubleExecution(Protection):
     def connected(self, session: Session | None) -> None:
         self._session = session
 
-    @property
-    def _worlds(self) -> int:
-        """Return among how many replicas of the model a step is divided."""
-        return int(self.asked.environment.get("FT_HSDP_REPLICAS", "1"))
-
-    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        """Return the layer that verifies the operators of each step.
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> IterationVerifier:
+        """Return the layer that verifies the operators of each step. Call it on all ranks, after model and optimizer
+        are built, with ``WITH_DMR`` patches applied.
 
         Raises:
-            UserError: the requested plan does not fit this run.
+            UserError: the plan does not fit this run, an injection is invalid, or a part of the model or the optimizer
+                cannot be verified.
         """
-        flags = self.asked.flags
-        plan, unstable = _path(flags.ft_dmr_plan), _path(flags.ft_dmr_unstable)
-        flips = tuple(flags.ft_dmr_inject)
-        verification = runtime.install(
-            Settings(flags.ft_dmr, plan, unstable, flags.ft_dmr_retries, flips, trainer.seed),
-            trainer.chunks,
-            trainer.optimizer,
-            trainer.scheduler,
-            trainer.position,
-            fingerprint={**trainer.fingerprint(), "microbatches": trainer.microbatches(trainer.batch // self._worlds)},
-            session=self._session,
-        )
-        return VerifiedStep(trainer, verification)
+        flags, chunks, position = self.asked.flags, trainer.chunks, trainer.position
+        worlds = int(self.asked.environment.get("FT_HSDP_REPLICAS", "1"))  # among which a step is divided
+        fingerprint = {**trainer.fingerprint(), "microbatches": trainer.microbatches(trainer.batch // worlds)}
+        refuse_opaque_optimizer(trainer.optimizer)
+        unstable = flags.ft_dmr_unstable
+        left_out = () if unstable is None else read_unstable(Path(unstable)).operators
+        if not left_out:
+            refuse_varying_attention(chunks, os.environ)
+        stage, plan = parallel_state.get_pipeline_model_parallel_rank(), None
+        if flags.ft_dmr_plan is not None:
+            plan = read_plan(Path(flags.ft_dmr_plan))
+            refuse_plan_of_other_run(plan, fingerprint)
+        strategy = Strategy(flags.ft_dmr or "piggyback", left_out) if plan is None else Planned(plan, stage, left_out)
+        falsifier = make_falsifier(flags.ft_dmr_inject, trainer.seed, lambda: position.get()["step"] + 1, self._session)
+        seed = hashlib.sha256(str(sorted(fingerprint.items())).encode()).digest()[:16]  # the same on all ranks
+        engine = _engine(strategy, plan, chunks, stage, int.from_bytes(seed, "little"), falsifier)
+        engine.watch_opaque_calls(OpaqueCalls(engine, left_out), functions_of_core(chunks[0].config))
+        undo = Undo(TrainingState(chunks, trainer.optimizer, trainer.scheduler), position)
+        limits, witness = Limits(retries=flags.ft_dmr_retries), FindingReporter(self._session)
+        double_execution.listen(engine)
+        return IterationVerifier(trainer, engine, undo, witness, limits, strategy.name)
+
+
+def _engine(
+    strategy: Strategy, plan: Plan | None, chunks: Sequence, stage: int, seed: int, falsifier: Falsifier | None
+) -> Engine:
+    """Return the engine that intercepts and verifies the operators on this rank. ``seed``: of the digests."""
+    device = next(chunks[0].parameters()).device
+    backend(device)
+    digest(torch.zeros(1, device=device), seed)  # keeps the one-time costs of the first digest out of a step
+    course, findings = ExecutionCursor(), Findings(device, seed)
+    dynamic, headroom = [], 0.0
+    if plan is not None:
+        dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]
+        headroom = max((plan.trace.memory.budget or 0.0) - plan.trace.memory.peak(stage), 0.0)
+    lasting = {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}
+    queue = Queue(findings, strategy.replays, strategy.helpers, headroom, dynamic, lasting)
+    queue.disturb = None if falsifier is None else falsifier.deferred
+    mode = OperatorMode(course, strategy, findings, queue, stage, falsifier)
+    messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
+    engine = Engine(course, findings, queue, mode, messages, falsifier)
+    engine.watch_layers(chunks, TransformerLayer)
+    return engine
 
 
 class Profile(Protection):
@@ -64,7 +149,7 @@ class Profile(Protection):
     features = frozenset({WITH_DMR})
     intercepts_operators = True
 
-    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+    def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Profiling:
         """Return the layer that measures the operators of the next steps.
 
         Raises:
@@ -80,52 +165,4 @@ class Profile(Protection):
                 f"a profile needs the full batch size of {trainer.batch}, but the ramp-up has reached only {samples}",
                 "profile without --rampup-batch-size: the plan is for the batch size at the end of the ramp-up",
             )
-        profiling = profiler.install(
-            Path(self.asked.flags.ft_dmr_profile),
-            trainer.chunks,
-            trainer.optimizer,
-            trainer.microbatches(samples),
-            fingerprint=trainer.fingerprint(),
-            unstable=_path(self.asked.flags.ft_dmr_unstable),
-            end=trainer.end,
-        )
-        return InterceptedStep(trainer, profiling)
-
-
-class InterceptedStep(Layer):
-    """The layer of both protections: it lets ``runner`` run each step and verify or measure every operator of it."""
-
-    def __init__(self, trainer: Trainer, runner: IterationVerifier | Profiling):
-        self._trainer, self.runner = trainer, runner
-
-    def compute(self, work: Callable[[], Update]) -> Update:
-        trainer = self._trainer
-        return self.runner.run_iteration(trainer.step + 1, trainer.microbatches(trainer.batch_now), work)
-
-    def update(self, step: Callable[[], Any]) -> Any:
-        self.runner.before_update()
-        return step()
-
-
-class VerifiedStep(InterceptedStep):
-    """The layer of double execution, which verifies a step also before its gradients go to other worlds."""
-
-    runner: IterationVerifier
-    verifies = True
-
-    def gets_copy(self, copy: SharedCopy) -> None:
-        self.runner.undo.share(copy)
-
-    def metrics(self) -> dict[str, float]:
-        return {"dmr_coverage": self.runner.coverage.share}
-
-    def verify(self) -> None:
-        self.runner.verify()
-
-    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        with self.runner.engine.unwatched():
-            return digest(digest_many(tensors, _SEED), _SEED)
-
-
-def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
+        return install(Path(self.asked.flags.ft_dmr_profile), trainer, self.asked.flags.ft_dmr_unstable)

@@ -35,6 +35,8 @@ class Recovery:
         self.is_empty = member.joins
         # whether the live tensors hold the state of the last committed step, unchanged by a step begun since
         self._untouched = not member.joins
+        # whether the model has the parameters of that state, too
+        self._published = True
         self._fence: Any = None
         self._tidied_epoch = -1
 
@@ -82,7 +84,7 @@ class Recovery:
 
     def undoes_step(self) -> None:
         """Note that a layer inside this one has restored the live state of the last snapshot."""
-        self._untouched = True
+        self._untouched, self._published = True, False
 
     def replaces_state(self) -> None:
         """Note that a layer inside this one is about to replace the live state by that of another replica."""
@@ -123,7 +125,7 @@ class Recovery:
 
     def _take_snapshot(self, step: int) -> None:
         self._operations.take_snapshot(step)
-        self._untouched = True
+        self._untouched = self._published = True
         self._operations.inject("transfer")
 
     def _forget_moved_copies(self) -> None:
@@ -170,7 +172,7 @@ class Recovery:
             # No operation of the epoch is pending here, so none can have caused the error: this worker may be unfit.
             member.send(protocol.failure(member, operations.step, error))
             raise
-        held = replace(operations.holdings(), live=operations.step if self._untouched else None)
+        held = replace(operations.holdings(), live=operations.step if self._untouched and self._published else None)
         left = WorkerReleased(member.worker, member.epoch, operations.step, groups, held)
         await protocol.enter_next_epoch(member, left)
         operations.abandon_step()  # while joiners are being built
@@ -238,13 +240,13 @@ class Recovery:
                 position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
                 if order.lent:
                     await operations.lend_weights(order)
-            await operations.publish_parameters()
+            await operations.publish_parameters(order.live)
             if order.rebuilt:
                 self._untouched = (
                     False  # with CheckFree+, a neighbour that lends its parameters changes some of its own state
                 )
                 as_committed = await operations.lend_stage(order)
-        self._untouched = as_committed
+        self._untouched, self._published = as_committed, True
         self.is_empty = False
         operations.continue_from(position, order)
         return sources
@@ -254,7 +256,7 @@ class Recovery:
         operations, member = self._operations, self._member
         self._fence = None
         step = operations.step
-        member.send(WorkerResumed(member.worker, member.epoch, step))
+        member.send(WorkerResumed(member.worker, member.epoch, step, *member.footprint))
         operations.begins_epoch()
         self._take_snapshot(step)
         member.progress.begins(step)

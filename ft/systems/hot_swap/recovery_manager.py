@@ -7,7 +7,7 @@ and raises ``EpochClosed`` as soon as the control plane closes the epoch.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ft.protection.contract import Layer
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
-from ft.state.groups.tree import Operation, Tree, tell
+from ft.state.groups.tree import Tree, tell
 from ft.state.snapshot import Snapshots
 from ft.state.snapshot.store import slowness
 from ft.systems.hot_swap.faults import Breakage
@@ -133,6 +133,7 @@ class RecoveryManager(Layer):
         self._injector = self._make_injector(newest_checkpoint) if injector is None else injector
         self._tries = Tries(chunks) if compares else None
         self._recovery = Recovery(session, self)
+        session.footprint = session.grown(self._subject.state(position.get()).sections())
         self._work: Callable[[], Any] = lambda: None
         self._committed = self._slow = 0
         self._taken_at = 0.0
@@ -228,11 +229,11 @@ class RecoveryManager(Layer):
         session.groups.reopen(session.epoch)
         return seconds
 
-    def start_fence(self) -> Operation:
+    def start_fence(self) -> dist.Work:
         """Start an all-reduce over all ranks, and return its handle."""
         return self._fence_tree.start(self._fence_word, dist.ReduceOp.MAX)
 
-    async def wait_for_fence(self, fence: Operation) -> None:
+    async def wait_for_fence(self, fence: dist.Work) -> None:
         """Wait until all ranks have started the all-reduce."""
         fence.wait()
 
@@ -337,9 +338,12 @@ class RecoveryManager(Layer):
         told = tell(self._fence_tree, position)
         return self._without_state(told), dict.fromkeys(("owned", "replicated"), ELSEWHERE)
 
-    async def publish_parameters(self) -> None:
-        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
-        self._subject.publish_parameters()
+    async def publish_parameters(self, live: Collection[int] = ()) -> None:
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it.
+
+        ``live``: logical ranks whose models have all of these parameters already.
+        """
+        self._subject.publish_parameters(live)
 
     async def lend_stage(self, order: Repair) -> bool:
         """Send this rank's state to the ranks that are rebuilt. Return whether this rank's state is still that of the
@@ -361,6 +365,7 @@ class RecoveryManager(Layer):
 
     def begins_epoch(self) -> None:
         """Adopt the list of already injected faults from the worker's epoch, before the first step of the epoch."""
+        self.session.memory.end()
         self._place()
         self._injector.update(self.session.fired)
 

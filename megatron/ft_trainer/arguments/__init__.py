@@ -18,8 +18,9 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
-from ft.base.flags import nearest, read_flags
-from megatron.ft_trainer.arguments import schema
+from ft.base.flags import Parser, nearest, read_flags
+from ft.base.options import add_flags, all_spellings, build
+from ft.protection.flags import FaultToleranceOptions
 from megatron.ft_trainer.arguments.check import check, examine
 from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.arguments.layout import Layout, layout
@@ -28,7 +29,6 @@ from megatron.ft_trainer.arguments.topics import (
     CheckpointOptions,
     DataOptions,
     EvaluationOptions,
-    FaultToleranceOptions,
     LoggingOptions,
     ScheduleOptions,
     TokenizerOptions,
@@ -174,7 +174,7 @@ def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None
     refused = Problems()
     for f in fields(Options):
         with refused:
-            concerns[f.name] = schema.build(f.default_factory, vars(namespace))
+            concerns[f.name] = build(f.default_factory, vars(namespace))
     problems += refused.found
     if refused.found:
         return None, problems, doubtful
@@ -191,23 +191,15 @@ def help_text() -> str:
     return _parser()[0].format_help()
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises UserError instead of ending the process."""
-
-    def error(self, message):
-        raise UserError(message.removeprefix("argument "), "see --help")
-
-
 @cache
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser, and all its flags."""
-    parser = _Parser(
+    parser = Parser(
         prog="pretrain_gpt.py",
         description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings; " + NVIDIAS,
-        allow_abbrev=False,
     )
     supported: list[str] = []
     for concern in fields(Options):
-        schema.add_flags(parser, concern.default_factory)
-        supported += schema.all_spellings(concern.default_factory)
+        add_flags(parser, concern.default_factory)
+        supported += all_spellings(concern.default_factory)
     return parser, supported

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
+from ft.base.options import Topic, default_of, field_docs, flag, spellings
 from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
-from megatron.ft_trainer.arguments.schema import default_of, field_docs, flag, spellings
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000
@@ -63,12 +63,8 @@ def stages(word: str) -> str:
 
 
 @dataclass
-class SpeltOtherwise:
-    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name.
-
-    Raises:
-        UserError: a value is impossible, or two values contradict each other.
-    """
+class SpeltOtherwise(Topic):
+    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name."""
 
     # the network
     group_query_attention: bool = False
@@ -107,13 +103,6 @@ class SpeltOtherwise:
     untie_embeddings_and_output_weights: bool = False
     """Do not share weights."""
 
-    # multi-latent attention
-    q_lora_rank: int | None = None
-
-    kv_lora_rank: int = 32
-
-    rotary_scaling_factor: float = 1.0
-
     # experts
     num_experts: int | None = None
     """Experts in an MoE layer; absent: a dense model."""
@@ -125,23 +114,13 @@ class SpeltOtherwise:
     moe_aux_loss_coeff: list[float] = 0.0
 
     # kernels
-    masked_softmax_fusion: bool = True
-
     bias_gelu_fusion: bool = True
     """Fuse bias and GELU."""
 
     bias_swiglu_fusion: bool = True
     """Fuse bias and SwiGLU."""
 
-    bias_dropout_fusion: bool = True
-
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
-
-    persist_layer_norm: bool = True
-
-    gradient_accumulation_fusion: bool = True
-
-    attention_softmax_in_fp32: bool = False
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
 
@@ -181,8 +160,6 @@ class SpeltOtherwise:
     align_grad_reduce: bool = True
     """Launch gradient reductions on all stages together."""
 
-    align_param_gather: bool = True
-
     ddp_bucket_size: int | None = None
     """Parameters in a gradient bucket."""
 
@@ -192,9 +169,7 @@ class SpeltOtherwise:
     # the optimizer
     optimizer: Literal["adam", "sgd"] = "adam"
 
-    min_lr: float = 0.0
-
-    initial_loss_scale: float = 2**32
+    optimizer_offload_fraction: float = 1.0
 
     # process groups
     use_tp_pp_dp_mapping: bool = False
@@ -209,15 +184,21 @@ class SpeltOtherwise:
     create_gloo_process_groups: bool = flag(True, off="--disable-gloo-process-groups")
     """Make gloo groups beside the NCCL ones."""
 
-    def __post_init__(self):
-        problems = list(_complete(self))
-        if problems:
-            raise UserError.of(problems)
+    def contradictions(self) -> Iterator[Problem]:
+        return _complete(self)
 
     def on_one_rank(self) -> "SpeltOtherwise":
         """Return the options of the same model on one rank, with nothing split or sharded."""
         return replace(self, **{f.name: default_of(f) for f in fields(self) if f.name in _OF_THE_LAYOUT})
 
+
+_OTHER_DEFAULTS = {
+    **{"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0, "min_lr": 0.0},
+    **{"initial_loss_scale": 2**32, "attention_softmax_in_fp32": False, "align_param_gather": True},
+    **{"masked_softmax_fusion": True, "bias_dropout_fusion": True, "persist_layer_norm": True},
+    "gradient_accumulation_fusion": True,
+}
+"""Field of core -> Megatron-LM's default, where that differs from core's."""
 
 WITHOUT_FLAG = frozenset(
     (
@@ -242,9 +223,8 @@ WITHOUT_FLAG = frozenset(
         *("soap_precondition_frequency", "soap_use_kl_shampoo", "adaptive_muon_moment2_method"),
         *("adaptive_muon_beta2", "adaptive_muon_eps"),
         *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
-        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
-        *("pin_cpu_params", "optimizer_offload_fraction", "min_offloaded_tensor_size"),
-        *("experimental_attention_variant", "is_hybrid_model"),
+        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv"),
+        *("min_offloaded_tensor_size", "experimental_attention_variant", "is_hybrid_model"),
     )
 )
 """Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""
@@ -406,9 +386,10 @@ def _with_the_fields(base: type) -> type:
 def _option(each: CoreField) -> Any:
     """Return the dataclass field of the option that follows from a field of core."""
     dashed, spelt = each.name.replace("_", "-"), list(each.spelling.get("arg_names", ()))
-    if each.type is bool and each.default is True:
-        return flag(True, off=spelt or [f"--no-{dashed}", f"--disable-{dashed}"])
-    default = each.spelling.get("default", each.default)
+    default = _OTHER_DEFAULTS.get(each.name, each.spelling.get("default", each.default))
+    if each.type is bool and default is True:
+        other = [] if each.name in _OTHER_DEFAULTS else [f"--disable-{dashed}"]
+        return flag(True, off=spelt or [f"--no-{dashed}", *other])
     return flag(default, on=spelt or [f"--{dashed}"], choices=each.spelling.get("choices"))
 
 

@@ -12,7 +12,7 @@ from megatron.ft_trainer.arguments.topics import OF_CORE
 
 GPU, TE = "GPU", "transformer-engine"
 
-_OF_TOKENIZERS = {**OF_CORE, "GPT2BPETokenizer": "transformers"}
+_OF_TOKENIZERS = {**OF_CORE, **dict.fromkeys(("GPT2BPETokenizer", "HuggingFaceTokenizer"), "transformers")}
 """Value of --tokenizer-type -> the package that it needs."""
 
 _OF_SWITCHES = {
@@ -21,7 +21,7 @@ _OF_SWITCHES = {
         *("delay_wgrad_compute", "fine_grained_activation_offloading", "external_cuda_graph"),
     ),
     GPU: (
-        *("enable_cuda_graph", "cpu_offloading_num_layers", "optimizer_cpu_offload"),
+        *("enable_cuda_graph", "cpu_offloading_num_layers"),
         "overlap_moe_expert_parallel_comm",
     ),
 }
@@ -58,6 +58,7 @@ def needs(options: Any, grid: Layout | None) -> list[Need]:
         *((f"--recompute-modules {n}", TE, n in (c.recompute_modules or [])) for n in _RECOMPUTED_BY_TE),
         ("--cross-entropy-fusion-impl te", TE, c.cross_entropy_fusion_impl == "te" and c.cross_entropy_loss_fusion),
         (f"--cuda-graph-impl {graphs}", TE if graphs == "transformer_engine" else GPU, graphs not in (None, "none")),
+        ("--use-precision-aware-optimizer", TE, c.use_precision_aware_optimizer and not c.optimizer_cpu_offload),
         ("--distributed-backend nccl", GPU, c.distributed_backend == "nccl"),
         ("--moe-token-dispatcher-type flex", GPU, bool(c.num_experts) and c.moe_token_dispatcher_type == "flex"),
         (f"--tokenizer-type {options.tokenizer.tokenizer_type}", package, package is not None),

@@ -1,30 +1,31 @@
 """The options that are not megatron-core's, one dataclass per topic."""
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.schema import flag
+from ft.base.errors import Problem
+from ft.base.options import Topic, flag
 
 
 @dataclass
-class TrainingOptions:
+class TrainingOptions(Topic):
     """training"""
 
     reference_trainer: bool = False
     """Train with this trainer, the reference, also where megatron-core carries NVIDIA's."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = flag(None, least=1)
     """Samples in one forward on one data-parallel rank."""
 
-    global_batch_size: int | None = None
+    global_batch_size: int | None = flag(None, least=1)
     """Samples in a step over all data-parallel ranks. Default: micro batch x DP."""
 
-    train_iters: int | None = None
+    train_iters: int | None = flag(None, least=1)
     """Steps to train for."""
 
-    exit_interval: int | None = None
+    exit_interval: int | None = flag(None, least=1)
     """Save and stop at the first step that this divides."""
 
     exit_duration_in_mins: float | None = None
@@ -39,19 +40,11 @@ class TrainingOptions:
     seed: int = 1234
     """Seed of weights, data order and dropout."""
 
-    data_parallel_random_init: bool = False
-    """Draw different weights on every data-parallel rank (they are made equal by the first broadcast)."""
-
     check_for_nan_in_loss_and_grad: bool = True
     """Look for NaN and infinity in loss and gradients."""
 
     enable_experimental: bool = False
     """Allow what megatron-core calls experimental."""
-
-    def __post_init__(self):
-        for name in ("micro_batch_size", "global_batch_size", "train_iters", "exit_interval"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}", "give at least 1")
 
     @property
     def exit_signum(self) -> signal.Signals:
@@ -59,24 +52,18 @@ class TrainingOptions:
 
 
 @dataclass
-class EvaluationOptions:
+class EvaluationOptions(Topic):
     """validation"""
 
-    eval_iters: int = 100
+    eval_iters: int = flag(100, least=0)
     """Batches in one evaluation; 0: none."""
 
-    eval_interval: int | None = None
+    eval_interval: int | None = flag(None, least=1)
     """Steps between evaluations. Default: only at the end."""
-
-    def __post_init__(self):
-        if self.eval_iters < 0:
-            raise UserError(f"--eval-iters is {self.eval_iters}", "give 0 or more")
-        if self.eval_interval is not None and self.eval_interval < 1:
-            raise UserError(f"--eval-interval is {self.eval_interval}", "give at least 1")
 
 
 @dataclass
-class ScheduleOptions:
+class ScheduleOptions(Topic):
     """learning rate and weight decay"""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
@@ -98,9 +85,9 @@ class ScheduleOptions:
     )
     """On resuming take the schedule from the checkpoint, whatever the flags say."""
 
-    def __post_init__(self):
+    def contradictions(self) -> Iterator[Problem]:
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise UserError(
+            yield (
                 "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other",
                 "give one of them",
             )
@@ -112,14 +99,15 @@ OF_CORE = {
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "TikTokenizer": "tiktoken",
+    "HuggingFaceTokenizer": "huggingface",
 }
 """Value of --tokenizer-type -> name of the library in megatron-core's tokenizers that reads its files."""
 
-TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer", *OF_CORE)
+TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", *OF_CORE)
 
 
 @dataclass
-class DataOptions:
+class DataOptions(Topic):
     """data and dataloader"""
 
     data_path: list[str] | None = None
@@ -134,7 +122,7 @@ class DataOptions:
     mock_data: bool = False
     """Train on synthetic samples; needs no data path."""
 
-    seq_length: int | None = None
+    seq_length: int | None = flag(None, least=1)
     """Tokens in a sample."""
 
     num_workers: int = 2
@@ -149,11 +137,9 @@ class DataOptions:
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
 
-    def __post_init__(self):
+    def contradictions(self) -> Iterator[Problem]:
         if self.mock_data and self.data_path:
-            raise UserError("--mock-data was given together with --data-path", "drop one of them")
-        if self.seq_length is not None and self.seq_length < 1:
-            raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+            yield "--mock-data was given together with --data-path", "drop one of them"
 
     @property
     def prefix(self) -> str | None:
@@ -162,11 +148,11 @@ class DataOptions:
 
 
 @dataclass
-class TokenizerOptions:
+class TokenizerOptions(Topic):
     """tokenizer"""
 
     tokenizer_type: Literal[TOKENIZERS] | None = None
-    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file), NullTokenizer
+    """ByteLevelTokenizer (256 bytes + special tokens), NullTokenizer
     (token ids are numbers), or one of megatron-core's library. Default: what the dataset was made with; with
     --vocab-file and --merge-file GPT2BPETokenizer, else ByteLevelTokenizer."""
 
@@ -188,17 +174,16 @@ class TokenizerOptions:
     padded_vocab_size: int | None = None
     """Padded vocabulary size to use instead of computing it."""
 
-    def __post_init__(self):
-        if self.tokenizer_type == "HuggingFaceTokenizer" and not self.tokenizer_model:
-            raise UserError("HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json")
-        if self.tokenizer_type == "NullTokenizer" and not self.vocab_size:
-            raise UserError("NullTokenizer needs the number of token ids", "add --vocab-size N")
+    def contradictions(self) -> Iterator[Problem]:
         if self.tokenizer_type is None and self.vocab_file and self.merge_file:
             self.tokenizer_type = "GPT2BPETokenizer"
-        if self.tokenizer_type == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
-            raise UserError("GPT2BPETokenizer needs its files", "add --vocab-file FILE --merge-file FILE")
-        if self.tokenizer_type in OF_CORE and self.tokenizer_type != "GPT2BPETokenizer" and not self.tokenizer_model:
-            raise UserError(f"{self.tokenizer_type} needs its file", "add --tokenizer-model FILE")
+        kind = self.tokenizer_type
+        if kind == "NullTokenizer" and not self.vocab_size:
+            yield "NullTokenizer needs the number of token ids", "add --vocab-size N"
+        elif kind == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
+            yield "GPT2BPETokenizer needs its files", "add --vocab-file FILE --merge-file FILE"
+        elif kind in OF_CORE and kind != "GPT2BPETokenizer" and not self.tokenizer_model:
+            yield f"{kind} needs its file", "add --tokenizer-model FILE"
 
 
 AUTO: Literal["auto"] = "auto"
@@ -210,18 +195,18 @@ def _steps_or_auto(word: str) -> int | Literal["auto"]:
 
 
 @dataclass
-class CheckpointOptions:
+class CheckpointOptions(Topic):
     """checkpointing"""
 
     save: str | None = None
     """Folder in which checkpoints are written."""
 
     save_interval: int | Literal["auto"] | None = flag(
-        None, on=["--save-interval", "--persistent-save-interval"], parse=_steps_or_auto
+        None, on=["--save-interval", "--persistent-save-interval"], parse=_steps_or_auto, least=1
     )
     """Steps between checkpoints; auto: as the plan of a SPARe run says (ft run --ft-spare-plan)."""
 
-    keep_last: int | None = None
+    keep_last: int | None = flag(None, least=1)
     """Complete checkpoints to keep; older ones are removed after a newer one is complete. Default: keep all."""
 
     load: str | None = None
@@ -242,20 +227,16 @@ class CheckpointOptions:
     """Store the distributed optimizer so that it loads into any TP x PP x DP (off: only DP may change, but saving is
     faster, and ft diagnose compare can name the rank of a wrong shard)."""
 
-    def __post_init__(self):
-        if self.save_interval not in (None, AUTO) and self.save_interval < 1:
-            raise UserError(f"--save-interval is {self.save_interval}", "give at least 1")
-        if self.keep_last is not None and self.keep_last < 1:
-            raise UserError(f"--keep-last is {self.keep_last}", "keep at least 1 checkpoint")
+    def contradictions(self) -> Iterator[Problem]:
         if self.ckpt_step is not None and self.load is None:
-            raise UserError("--ckpt-step was given without --load", "add --load FOLDER")
+            yield "--ckpt-step was given without --load", "add --load FOLDER"
 
 
 @dataclass
-class LoggingOptions:
+class LoggingOptions(Topic):
     """logging"""
 
-    log_interval: int = 100
+    log_interval: int = flag(100, least=1)
     """Steps between lines on the terminal."""
 
     metrics_file: str | None = None
@@ -263,84 +244,3 @@ class LoggingOptions:
 
     logging_level: int | None = flag(None, on="--logging-level")
     """Level of Python's logging for megatron-core (10 debug ... 40 error). Default: errors only."""
-
-    def __post_init__(self):
-        if self.log_interval < 1:
-            raise UserError(f"--log-interval is {self.log_interval}", "give at least 1")
-
-
-@dataclass
-class FaultToleranceOptions:
-    """fault tolerance"""
-
-    ft_hot_swap: bool = False
-    """Snapshot every step in memory and let a standby take a dead worker's place. Start with ft run."""
-
-    ft_snapshot_peers: int = 1
-    """Workers that hold a copy of each optimizer shard, on other nodes and in other failure domains than its own and
-    each other's (ft run --topology): how many nodes may die in one step. 0, with --ft-checkfree: no copies."""
-
-    ft_snapshot_strict: bool = False
-    """End the run at its start, instead of warning, when copies cannot be placed in failure domains of their own."""
-
-    ft_evict_stragglers: float | None = None
-    """Let a standby replace a rank whose own work takes persistently this many times as long as that of the ranks with
-    the same work, such as 1.2. Without it, a slow rank is named and keeps its place."""
-
-    ft_transport: Literal["tcp", "mpi"] = "tcp"
-    """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
-
-    ft_dmr: Literal["naive", "piggyback"] | None = None
-    """Execute every operator twice and compare: naive: at once; piggyback: what is recomputed anyway with its
-    recomputation, the rest at once. A mismatch redoes the step."""
-
-    ft_dmr_plan: str | None = None
-    """The same by a plan of ft dmr plan, which moves second executions into windows in which a rank would wait."""
-
-    ft_dmr_unstable: str | None = None
-    """A file of ft dmr selftest --out: operators that are not reproducible here, and are left unchecked."""
-
-    ft_dmr_retries: int = 2
-    """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
-
-    ft_dmr_inject: list[str] = flag([], repeats=True)
-    """Bit flips on purpose, as of ft run --inject: bit-flip@step=3:rank=1:operator=mm:phase=backward (ft faults)."""
-
-    ft_dmr_profile: str | None = None
-    """Train a few steps, write a profile for ft dmr plan into this file, and end; nothing else is written. What ft dmr
-    profile adds to a run's command."""
-
-    ft_checkfree: bool = False
-    """Rebuild a pipeline stage that is lost with all its peer copies from the stages beside it (a middle stage), rather
-    than begin again from the last checkpoint."""
-
-    ft_checkfree_strategy: Literal["weighted", "uniform", "copy"] = "weighted"
-    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, or a copy of
-    the previous one."""
-
-    ft_checkfree_norms: Literal["raw", "clipped"] = "raw"
-    """The gradient norms that neighbours are weighted by: as they are, or at most --clip-grad each."""
-
-    ft_checkfree_lr_factor: float = 1.1
-    """A rebuilt stage's learning rate is that of the others times this; further failures do not compound."""
-
-    ft_checkfree_lr_decay_iters: int = 0
-    """Steps over which that factor falls back to 1; 0: it stays."""
-
-    ft_checkfree_plus: bool = False
-    """As --ft-checkfree, and train half of the microbatches with the first two and the last two stages swapped, so that
-    the first or the last stage can be rebuilt from its neighbour, too."""
-
-    ft_checkfree_most_in_flight: int | None = None
-    """With --ft-checkfree-plus: microbatches whose activations a stage may hold at once; without it the schedule with
-    the smallest bubbles is taken (ft plan schedule shows what each holds)."""
-
-    @property
-    def intercepts_operators(self) -> bool:
-        """Return whether DMR intercepts every operator, in order to execute it twice or to profile it."""
-        return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
-
-    @property
-    def rebuilds_stages(self) -> bool:
-        """Return whether a pipeline stage that is lost on all ranks is rebuilt from its neighbours."""
-        return self.ft_checkfree or self.ft_checkfree_plus

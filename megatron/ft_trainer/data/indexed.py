@@ -1,7 +1,7 @@
 """Reads and writes Megatron's indexed dataset format: atomic writes, and validation before a run uses a dataset.
 
 ``P.bin`` holds the tokens of all sequences one after the other, ``P.idx`` what ``encode_index`` writes. Beside them,
-the sidecar ``P.meta.json`` records how the dataset was made, and from which inputs. (It is not called ``P.json``,
+the sidecar ``P.meta.json`` records how the dataset was made. (It is not called ``P.json``,
 because the text file itself often has that name.)
 """
 
@@ -45,7 +45,6 @@ class Sidecar:
         text_bytes: size of the tokenised text in bytes.
         bin_bytes: size of ``P.bin`` in bytes; a file of another size does not belong to this sidecar.
         idx_bytes: size of ``P.idx`` in bytes, for the same check.
-        inputs_digest: SHA-256 of the tokenizer's fingerprint, the options, and the inputs' names, sizes and times.
         format_version: version of this file's format.
     """
 
@@ -61,7 +60,6 @@ class Sidecar:
     text_bytes: int
     bin_bytes: int
     idx_bytes: int
-    inputs_digest: str
     format_version: int = FORMAT_VERSION
 
     def as_json(self) -> str:
@@ -161,71 +159,43 @@ def id_range(index: Index) -> tuple[int, int]:
     return low, high
 
 
-class IndexedWriter:
-    """Writes a dataset under temporary names beside the final ones; ``commit`` renames it.
+def write(prefix: str, dtype, documents: Sequence[numpy.ndarray], sidecar: Sidecar) -> Sidecar:
+    """Write a dataset under temporary names beside the final ones, and rename it.
 
-    ``commit`` removes the old index first and renames the sidecar last. So even if the writer is killed, files of two
-    datasets are never taken for one dataset. The next writer overwrites the temporary files of one that was killed.
+    The old index is removed first and the new sidecar renamed last. So even if the process is killed, files of two
+    datasets are never taken for one dataset. The next call overwrites the temporary files of one that was killed.
 
     Args:
-        prefix: final path without suffix; its folder is created if necessary.
+        prefix: final path without suffix, in an existing folder.
         dtype: dtype of the tokens.
+        documents: token ids of each document, (tokens,) of ``dtype``.
+        sidecar: facts about the dataset, except the sizes of its files.
+
+    Returns:
+        ``sidecar`` with these sizes.
 
     Raises:
-        UserError: the folder cannot be created or written.
+        OSError: a file cannot be written; an old dataset is as it was, unless renaming has begun.
     """
-
-    def __init__(self, prefix: str, dtype):
-        self.prefix, self.dtype = prefix, numpy.dtype(dtype)
-        self.lengths: list[int] = []
-        self._temporary = f"{prefix}.partial"
-        try:
-            Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115 - open until commit or abort
-        except OSError as error:
-            fix = "give an --output-prefix in a writable folder"
-            raise UserError(f"can't write {prefix}.bin: {error}", fix) from error
-
-    def append(self, tokens: numpy.ndarray, lengths: Sequence[int]) -> None:
-        """Append documents, given as all their tokens one after the other and the length of each document in tokens."""
-        self._bin.write(numpy.ascontiguousarray(tokens, dtype=self.dtype).data)
-        self.lengths.extend(lengths)
-
-    def written(self) -> numpy.ndarray:
-        """Return the tokens so far, mapped from the temporary file."""
-        self._bin.flush()
-        return numpy.memmap(self._bin.name, self.dtype, "r", shape=(sum(self.lengths),))
-
-    def restart(self) -> None:
-        """Start over with an empty file. Arrays from ``written`` stay valid."""
-        self._bin.close()
-        os.unlink(self._bin.name)
-        self._bin = open(self._bin.name, "wb")  # noqa: SIM115
-        self.lengths = []
-
-    def commit(self, sidecar: Sidecar) -> Sidecar:
-        """Rename the dataset to its final names. Return ``sidecar`` with the files' sizes filled in."""
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
-        index = encode_index(self.dtype, self.lengths)
-        sidecar = replace(sidecar, bin_bytes=os.path.getsize(f"{self._temporary}.bin"), idx_bytes=len(index))
-        _write_synced(f"{self._temporary}.idx", index)
-        _write_synced(self._temporary + SUFFIX, sidecar.as_json().encode())
+    temporary, index = f"{prefix}.partial", encode_index(numpy.dtype(dtype), [len(each) for each in documents])
+    sidecar = replace(sidecar, bin_bytes=sum(each.nbytes for each in documents), idx_bytes=len(index))
+    try:
+        for suffix, parts in zip(FILES, (documents, [index], [sidecar.as_json().encode()]), strict=True):
+            with open(temporary + suffix, "wb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
         for suffix in (SUFFIX, ".idx"):
             with suppress(FileNotFoundError):
-                os.unlink(self.prefix + suffix)
+                os.unlink(prefix + suffix)
         for suffix in FILES:
-            os.replace(self._temporary + suffix, self.prefix + suffix)
-        _sync_folder(Path(self.prefix).absolute().parent)
-        return sidecar
-
-    def abort(self) -> None:
-        """Remove the temporary files. Has no effect after ``commit``."""
-        self._bin.close()
+            os.replace(temporary + suffix, prefix + suffix)
+        _sync_folder(Path(prefix).absolute().parent)
+    finally:
         for suffix in FILES:
             with suppress(FileNotFoundError):
-                os.unlink(self._temporary + suffix)
+                os.unlink(temporary + suffix)
+    return sidecar
 
 
 def encode_index(dtype: numpy.dtype, lengths: Sequence[int]) -> bytes:
@@ -262,13 +232,6 @@ def _check_file(prefix: str, suffix: str) -> None:
         f"{path} does not exist",
         "check the prefix (a path without .bin or .idx), or make the dataset with tools/preprocess_data.py",
     )
-
-
-def _write_synced(path: str, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

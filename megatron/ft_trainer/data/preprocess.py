@@ -1,40 +1,32 @@
-"""Tokenises text into an indexed dataset, in one process.
+"""Tokenises text into an indexed dataset, in one process and in memory.
 
-Corpora that need several are tokenised with the tool of Megatron-LM, whose datasets have the same format.
+Corpora that are too large for that are tokenised with the tool of Megatron-LM, whose datasets have the same format.
 """
 
 import fnmatch
-import hashlib
-import json
 import math
 import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy
 
 from ft.base import bounded_json
-from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.schema import flag
+from ft.base.errors import Problem, UserError
+from ft.base.options import Topic, flag
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.indexed import (
-    FILES,
-    FORMAT_VERSION,
-    IndexedWriter,
-    Sidecar,
-    read_sidecar,
-    token_dtype,
-)
+from megatron.ft_trainer.data.indexed import FILES, Sidecar, token_dtype, write
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 
-_PROBE, _CHUNK = 8192, 1 << 22
+_PROBE = 8192
 
 
 @dataclass
-class PreprocessOptions:
+class PreprocessOptions(Topic):
     """input and output"""
 
     input: list[str] | None = None
@@ -64,40 +56,34 @@ class PreprocessOptions:
     max_mb: float | None = None
     """Stop after this many megabytes of text."""
 
-    skip_existing: bool = False
-    """Do nothing where the dataset exists and was made from the same input, tokenizer and options."""
-
-    def __post_init__(self):
+    def contradictions(self) -> Iterator[Problem]:
         if not self.input:
-            raise UserError("no --input", "give files or folders")
+            yield "no --input", "give files or folders"
         if not self.output_prefix or self.output_prefix.endswith(("/", ".bin", ".idx")):
-            raise UserError(f"--output-prefix is {self.output_prefix!r}", "give a path without suffix: data/corpus")
+            yield f"--output-prefix is {self.output_prefix!r}", "give a path without suffix: data/corpus"
         if self.max_mb is not None and not self.max_mb > 0:
-            raise UserError(f"--max-mb is {self.max_mb}", "give more than 0")
+            yield f"--max-mb is {self.max_mb}", "give more than 0"
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**32:
-            raise UserError(f"--shuffle-seed is {self.shuffle_seed}", "give a number in [0, 2**32)")
+            yield f"--shuffle-seed is {self.shuffle_seed}", "give a number in [0, 2**32)"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file.
-
-    Attributes:
-        path: path of the file.
-        size: size of the file in bytes.
-        mtime_ns: modification time of the file in nanoseconds.
-        named: whether the user gave this file itself, rather than a folder that contains it.
-        lines: whether each line is a document (JSON lines); otherwise the whole file is one document.
-    """
+    """One input file. ``named``: whether the user gave this file itself, rather than a folder that contains it."""
 
     path: str
-    size: int
-    mtime_ns: int
     named: bool
-    lines: bool
+
+    @property
+    def has_lines(self) -> bool:
+        """Return whether each line is a document (JSON lines); otherwise the whole file is one.
+
+        A .json file in a folder is more often one document than a file of JSON lines.
+        """
+        return self.path.endswith(".jsonl") or (self.named and self.path.endswith(".json"))
 
 
-def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions) -> tuple[Sidecar, Counter, bool]:
+def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions) -> tuple[Sidecar, Counter]:
     """Make the dataset ``options.output_prefix``.
 
     Args:
@@ -105,47 +91,45 @@ def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions) 
         tokenizer_options: the tokenizer's flags.
 
     Returns:
-        (the sidecar, number of skipped inputs by reason, whether the dataset existed already).
+        (the sidecar, number of skipped inputs by reason).
 
     Raises:
         UserError: an input is missing or malformed, there are no documents, or the output cannot be written.
     """
-    tokenizer = build_tokenizer(tokenizer_options)
+    tokenizer, prefix = build_tokenizer(tokenizer_options), options.output_prefix
     sources = find_sources(options.input, options.include or (), options.exclude or ())
-    _refuse_own_output(sources, options.output_prefix)
-    digest = inputs_digest(sources, options, tokenizer)
-    if options.skip_existing and (existing := _existing(options.output_prefix, digest)):
-        return existing, Counter(), True
-    writer = IndexedWriter(options.output_prefix, token_dtype(tokenizer.vocab_size))
+    _refuse_own_output(sources, prefix)
     try:
-        text_bytes, skipped = _encode(options, tokenizer, sources, writer)
-        text_bytes = _select(writer, text_bytes, options)
-        if not writer.lengths:
-            why = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "no text"
-            raise UserError(f"the input holds no documents ({why})", "check --input, --include and --json-key")
-        tokens, size = writer.written(), tokenizer.vocab_size
-        counts = sum(numpy.bincount(tokens[i : i + _CHUNK], minlength=size) for i in range(0, len(tokens), _CHUNK))
-        sidecar = Sidecar(
-            tokenizer_type=tokenizer.kind,
-            tokenizer_model=tokenizer.model,
-            fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            documents=len(writer.lengths),
-            tokens=int(counts.sum()),
-            max_id=int(counts.nonzero()[0][-1]),
-            unigram_entropy=unigram_entropy(counts),
-            sources=len(sources),
-            text_bytes=sum(text_bytes),
-            bin_bytes=0,
-            idx_bytes=0,
-            inputs_digest=digest,
-        )
-        sidecar = writer.commit(sidecar)
+        Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"writing {options.output_prefix} failed: {error}", "free space, or write elsewhere") from error
-    finally:
-        writer.abort()
-    return sidecar, skipped, False
+        fix = "give an --output-prefix in a writable folder"
+        raise UserError(f"can't write {prefix}.bin: {error}", fix) from error
+    dtype = token_dtype(tokenizer.vocab_size)
+    documents, text_bytes, skipped = _encode(options, tokenizer, sources, dtype)
+    order = _chosen(text_bytes, options)
+    if not len(order):
+        why = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "no text"
+        raise UserError(f"the input holds no documents ({why})", "check --input, --include and --json-key")
+    documents, text_bytes = [documents[i] for i in order], [text_bytes[i] for i in order]
+    counts = sum(numpy.bincount(each, minlength=tokenizer.vocab_size) for each in documents)
+    sidecar = Sidecar(
+        tokenizer_type=tokenizer.kind,
+        tokenizer_model=tokenizer.model,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        documents=len(documents),
+        tokens=int(counts.sum()),
+        max_id=int(counts.nonzero()[0][-1]),
+        unigram_entropy=unigram_entropy(counts),
+        sources=len(sources),
+        text_bytes=sum(text_bytes),
+        bin_bytes=0,
+        idx_bytes=0,
+    )
+    try:
+        return write(prefix, dtype, documents, sidecar), skipped
+    except OSError as error:
+        raise UserError(f"writing {prefix} failed: {error}", "free space, or write elsewhere") from error
 
 
 def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Source]:
@@ -167,8 +151,6 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
         else:
             try:
                 sources.append(_source(item, named=True))
-                with open(item, "rb"):
-                    pass
             except OSError as error:
                 raise UserError(f"--input {item} can't be read: {error.strerror}", "check the path") from error
     if not sources:
@@ -177,14 +159,6 @@ def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Se
             "check the folder, --include and --exclude",
         )
     return sources
-
-
-def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 (hex) of everything that determines the dataset: of the inputs their names, sizes and times."""
-    relevant = {k: v for k, v in asdict(options).items() if k in ("json_key", "append_eod", "shuffle_seed", "max_mb")}
-    files = [[os.path.abspath(s.path), s.size, s.mtime_ns, s.lines] for s in sources]
-    text = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, relevant, files], sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def unigram_entropy(counts: numpy.ndarray) -> float:
@@ -247,12 +221,11 @@ def _in_folder(folder: str, include: Sequence[str], exclude: Sequence[str]) -> l
 
 
 def _source(path: str, named: bool) -> Source:
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(0, "not a regular file", path)
-    # A .json file in a folder is more often one document than a file of JSON lines.
-    lines = path.endswith(".jsonl") or (named and path.endswith(".json"))
-    return Source(path, found.st_size, found.st_mtime_ns, named, lines)
+    if named:
+        open(path, "rb").close()
+    return Source(path, named)
 
 
 def _documents(sources: Iterable[Source], skipped: Counter, json_key: str) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -266,7 +239,7 @@ def _documents(sources: Iterable[Source], skipped: Counter, json_key: str) -> It
     for source in sources:
         try:
             with open(source.path, "rb") as file:
-                if not source.lines:
+                if not source.has_lines:
                     yield source.path, partial(_text_of_file, file.read())
                     continue
                 for number, line in enumerate(file, 1):
@@ -279,11 +252,13 @@ def _documents(sources: Iterable[Source], skipped: Counter, json_key: str) -> It
 
 
 def _encode(
-    options: PreprocessOptions, tokenizer: Tokenizer, sources: Iterable[Source], writer: IndexedWriter
-) -> tuple[list[int], Counter]:
-    """Append all documents in input order. Return (size of each document's text in bytes, skipped inputs by reason)."""
-    text_bytes, skipped, total = [], Counter(), 0
-    end = [tokenizer.eod] if options.append_eod else []
+    options: PreprocessOptions, tokenizer: Tokenizer, sources: Iterable[Source], dtype: numpy.dtype
+) -> tuple[list[numpy.ndarray], list[int], Counter]:
+    """Return (token ids of all documents in input order, (tokens,) each; sizes of their texts in bytes; number of
+    skipped inputs by reason).
+    """
+    documents, text_bytes, skipped, total = [], [], Counter(), 0
+    end = numpy.array([tokenizer.eod] if options.append_eod else [], dtype)
     # If the order is the input's, documents beyond the limit need not be read.
     limit = options.max_mb * 1e6 if options.max_mb and options.shuffle_seed is None else math.inf
     for place, read in _documents(sources, skipped, options.json_key):
@@ -291,38 +266,30 @@ def _encode(
             text = read()
             if not text.strip():
                 raise _NoText("empty")
-            ids = tokenizer.tokenize_to_array(text, writer.dtype)
+            ids = tokenizer.tokenize_to_array(text, dtype)
         except _NoText as reason:
             skipped[str(reason)] += 1
             continue
         except (UserError, UnicodeEncodeError) as error:
             problem, fix = getattr(error, "problem", str(error)), getattr(error, "fix", None)
             raise UserError(f"{place}: {problem}", fix or "repair or exclude the file") from error
-        writer.append(numpy.concatenate([ids, numpy.array(end, writer.dtype)]), [len(ids) + len(end)])
+        documents.append(numpy.concatenate([ids, end]))
         text_bytes.append(len(text.encode("utf-8", "surrogatepass")))
         total += text_bytes[-1]
         if total >= limit:
             break
-    return text_bytes, skipped
+    return documents, text_bytes, skipped
 
 
-def _select(writer: IndexedWriter, text_bytes: list[int], options: PreprocessOptions) -> list[int]:
-    """Shuffle and limit the written documents. Return the sizes in bytes of the remaining documents' texts."""
-    count = len(text_bytes)
+def _chosen(text_bytes: list[int], options: PreprocessOptions) -> numpy.ndarray:
+    """Return the numbers of the documents that --max-mb leaves, in the order of --shuffle-seed."""
     # RandomState's stream is the same in all versions of numpy; Generator's is not.
-    order = numpy.arange(count)
+    order = numpy.arange(len(text_bytes))
     if options.shuffle_seed is not None:
-        order = numpy.random.RandomState(options.shuffle_seed).permutation(count)
+        order = numpy.random.RandomState(options.shuffle_seed).permutation(len(text_bytes))
     if options.max_mb:
         order = order[: numpy.searchsorted(numpy.cumsum(numpy.array(text_bytes)[order]), options.max_mb * 1e6) + 1]
-    if numpy.array_equal(order, numpy.arange(count)):
-        return text_bytes
-    tokens, lengths = writer.written(), writer.lengths
-    starts = numpy.concatenate([[0], numpy.cumsum(lengths)])
-    writer.restart()
-    for i in order:
-        writer.append(tokens[starts[i] : starts[i + 1]], [lengths[i]])
-    return [text_bytes[i] for i in order]
+    return order
 
 
 def _refuse_own_output(sources: list[Source], prefix: str) -> None:
@@ -330,13 +297,3 @@ def _refuse_own_output(sources: list[Source], prefix: str) -> None:
     for source in sources:
         if os.path.realpath(source.path) in outputs and source.named:
             raise UserError(f"{source.path} is both input and output", "give another --output-prefix")
-
-
-def _existing(prefix: str, digest: str) -> Sidecar | None:
-    if not all(os.path.exists(prefix + suffix) for suffix in (".bin", ".idx")):
-        return None
-    try:
-        sidecar = read_sidecar(prefix)
-    except UserError:  # an unreadable sidecar: make the dataset again
-        return None
-    return sidecar if sidecar and sidecar.inputs_digest == digest else None

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import numpy
 
-from ft.base import bounded_json
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import OF_CORE, TokenizerOptions
 from megatron.ft_trainer.data.indexed import Sidecar, read_sidecar
 
 NO_TOKEN = -1
 
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eod|>", "<|im_end|>", "[EOS]")
-_PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
-_HF_INSTALL = "pip install 'megatron-ft[hf]'"
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
+)
+"""Names of the files of a HuggingFaceTokenizer's folder from which the ids of a text follow."""
 
 
 class Tokenizer:
@@ -134,51 +135,13 @@ class NullTokenizer(Tokenizer):
         return " ".join(str(int(i)) for i in ids)
 
 
-class HuggingFaceTokenizer(Tokenizer):
-    """A local ``tokenizers`` file (``tokenizer.json``), or a folder that contains one.
-
-    In a folder, ``special_tokens_map.json`` or ``tokenizer_config.json`` name the end-of-document and padding tokens;
-    otherwise they are looked up by their usual names.
-    """
-
-    def __init__(self, model: str):
-        file = _tokenizer_file(model)
-        self.model = str(Path(model).absolute())
-        self._tokenizer = _load_hf(file)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        named = _named_specials(file.parent) if Path(model).is_dir() else {}
-        eod = _first_id(vocabulary, [named.get("eos_token"), *_END_NAMES])
-        if eod is None:
-            raise UserError(
-                f"{file} has no end-of-document token (looked for {', '.join(_END_NAMES)})",
-                "add one to the tokenizer, or give the folder whose special_tokens_map.json names its eos_token",
-            )
-        self.eod = eod
-        pad = _first_id(vocabulary, [named.get("pad_token"), *_PAD_NAMES])
-        self.pad = NO_TOKEN if pad is None or pad == eod else pad
-        self._file = file
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
-
-    def _segmentation(self):
-        # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
-        # truncation and padding have no effect on encoding without special tokens.
-        content = bounded_json.loads(self._file.read_text(encoding="utf-8"))
-        return {part: content.get(part) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
-
-
 class CoreTokenizer(Tokenizer):
     """A tokenizer of megatron-core's library, with the library's defaults.
 
     Args:
         options: flags of the tokenizer.
         kind: GPT2BPETokenizer, SentencePieceTokenizer, ..., a key of ``OF_CORE``.
-        model: path of its file; None for a GPT2BPETokenizer, which has two.
+        model: path of its file, or of a HuggingFaceTokenizer's folder; None for a GPT2BPETokenizer, which has two.
 
     Raises:
         UserError: its files or its package are missing, or megatron-core cannot read the files.
@@ -192,6 +155,9 @@ class CoreTokenizer(Tokenizer):
         for file in self._files:
             if not Path(file).exists():
                 raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
+        if kind == "HuggingFaceTokenizer" and not Path(model).is_dir():
+            fix = "give the folder that save_pretrained of its transformers tokenizer writes"
+            raise UserError(f"--tokenizer-model {model} is not the folder of a HuggingFaceTokenizer", fix)
         self._given = _given_to_core(options, kind)
         try:
             self._tokenizer = MegatronTokenizer.from_pretrained(
@@ -219,7 +185,8 @@ class CoreTokenizer(Tokenizer):
         return self._tokenizer.detokenize([int(i) for i in ids])
 
     def _segmentation(self):
-        digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self._files if Path(file).is_file()]
+        files = [each for path in self._files for each in (Path(path), *(Path(path, name) for name in _FILES))]
+        digests = [hashlib.sha256(each.read_bytes()).hexdigest() for each in files if each.is_file()]
         return [digests, {name: value for name, value in self._given.items() if not name.endswith("_file")}]
 
 
@@ -228,6 +195,8 @@ def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
     if kind == "GPT2BPETokenizer":
         files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
         return {**files, "additional_special_tokens": [], "trust_remote_code": False}
+    if kind == "HuggingFaceTokenizer":
+        return {"trust_remote_code": False}
     if kind == "TikTokenizer":
         size = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
         return {**size, "num_special_tokens": 1000}
@@ -295,53 +264,11 @@ def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tok
         return ByteLevelTokenizer()
     if kind == "NullTokenizer":
         return NullTokenizer(options.vocab_size or sidecar.vocab_size)
-    if kind in OF_CORE:
-        return CoreTokenizer(options, kind, options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None))
     model = options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None)
-    if kind != "HuggingFaceTokenizer" or model is None:
+    if kind not in OF_CORE or (model is None and kind != "GPT2BPETokenizer"):
         raise UserError(f"the dataset was made with {kind}", "add --tokenizer-model with its file, or make it again")
-    return HuggingFaceTokenizer(model)
+    return CoreTokenizer(options, kind, model)
 
 
 def _named(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.kind} {tokenizer.model or ''}".strip()
-
-
-def _tokenizer_file(model: str) -> Path:
-    path = Path(model)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"no tokenizer file at {file}", "give --tokenizer-model a tokenizer.json or its folder")
-    return file
-
-
-def _load_hf(file: Path):
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UserError("HuggingFaceTokenizer needs the package 'tokenizers'", _HF_INSTALL) from error
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises a plain Exception for files that it cannot parse
-        raise UserError(f"{file} is not a tokenizers file: {error}", "give a tokenizer.json") from error
-
-
-def _named_specials(folder: Path) -> dict[str, str]:
-    """Return the special tokens (eos_token, pad_token, ...) that a folder's JSON files name."""
-    named = {}
-    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        if not file.is_file():
-            continue
-        try:
-            content = bounded_json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{file} is not valid JSON: {error}", "repair or remove it") from error
-        for key, value in content.items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(token, str):
-                named[key] = token
-    return named
-
-
-def _first_id(vocabulary: dict[str, int], names: Iterable[str | None]) -> int | None:
-    return next((vocabulary[name] for name in names if name in vocabulary), None)

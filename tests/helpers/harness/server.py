@@ -117,11 +117,10 @@ def _fork_keeper(request: dict, sock: socket.socket) -> None:
 
 
 def _fork_ranks(request: dict, private_fds: list[int]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = os.getpid()
-    pids = []
+    held = socket.socket()  # open in the ranks until they end: otherwise a connection of anybody could take the port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does that listens there
+    held.bind(("127.0.0.1", 0))
+    port, server, pids = held.getsockname()[1], os.getpid(), []
     for rank in range(request["world_size"]):
         pid = os.fork()
         if pid == 0:
@@ -138,6 +137,7 @@ def _fork_ranks(request: dict, private_fds: list[int]) -> list[int]:
             finally:
                 os._exit(status)
         pids.append(pid)
+    held.close()
     return pids
 
 

@@ -6,6 +6,7 @@ begins before the optimizer step: a step that has passed it is committed. If a w
 collective may complete for all members, for some of them, or for none.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import EpochClosed, RecoverableError, ReplaceNodeError
@@ -397,10 +398,11 @@ class Training:
     async def forget_state(self, step: int, teller: int) -> tuple[int, dict[str, str]]:
         raise AssertionError("the simulated run has no other replicas")
 
-    async def publish_parameters(self) -> None:
+    async def publish_parameters(self, live: Collection[int] = ()) -> None:
         shape, rank = self._cluster.shape, self._worker.rank
-        peers = len(shape.dp_peers(rank))
-        await self._collective("parameters", ("parameters", shape.part_of(rank)), size=peers)
+        peers = shape.dp_peers(rank)
+        if not set(peers) <= set(live):
+            await self._collective("parameters", ("parameters", shape.part_of(rank)), size=len(peers))
 
     async def rebuild_stage(self, step: int, beside: m.Neighbours) -> tuple[int, dict[str, str]]:
         self.snapshots.stock.drop_after(step)

@@ -1,4 +1,5 @@
-"""Checks of process groups: made, aborted, made again; released from a killed rank; hung groups aborted together.
+"""Checks of process groups: made, aborted, made again; messages that meet; released from a killed rank, also while
+groups are made; hung groups aborted together.
 
 The check ``ring`` is that of the all-reduce between replicas (FT-HSDP, section 4.2): the same bits everywhere, and
 those of the CPU.
@@ -6,8 +7,10 @@ those of the CPU.
 
 import hashlib
 import json
+import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -26,6 +29,8 @@ from megatron import patches
 _TIMEOUT_S = 300.0
 _RELEASE_S = 10.0
 _CYCLES = 2
+_LARGE_MESSAGE, _MESSAGE_ON_CPU = 64 << 20, 4 << 20
+"""Bytes of a message between two ranks: more than NCCL's buffers take."""
 _CREW_S, _PLANTED_S = 60.0, 10.0
 _SLOW = (
     "ranks that are released so late delay every recovery: look for other load on this node, and try another "
@@ -120,30 +125,119 @@ def _blocked(member: Member, group=None) -> float:
     return max(0.0, released - member.wait_closed())
 
 
+def both_send(context: Context) -> tuple[str, Measured]:
+    """Let two ranks send large messages to each other, each before it receives, as the stages of a pipeline do.
+
+    If the messages of a rank are not started together, each rank waits until the other one receives.
+    """
+    found = Crew(context, 2, _both_send).wait(_limit(context))
+    measured = {"message_bytes": found[0]["bytes"], "exchange_s": max(one["seconds"] for one in found.values())}
+    size = f"{measured['message_bytes'] >> 20} MiB"
+    return f"{size} each way in {seconds(measured['exchange_s'])} ({_how(context)})", measured
+
+
+def _both_send(rank: Rank) -> Measured:
+    member, other = Member(rank, _TIMEOUT_S), 1 - rank.number
+    size = _LARGE_MESSAGE if member.device.type == "cuda" else _MESSAGE_ON_CPU
+    mine = torch.full((size // 4,), float(rank.number), device=member.device)
+    theirs, took = torch.empty_like(mine), 0.0
+    for cycle in range(_CYCLES):  # connections are made for the first messages
+        theirs.fill_(-1.0)
+        if rank.planted and rank.number == 1:
+            threading.Event().wait()
+        rank.meet(f"exchange {cycle}")
+        began = time.monotonic()
+        operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        low, high = theirs.min().item(), theirs.max().item()  # waits for the device
+        took = time.monotonic() - began
+        if not low == high == float(other):
+            raise FtError(f"a message of {other:g} arrived as {low:g} to {high:g}")
+    return {"bytes": size, "seconds": took}
+
+
 def killed_rank(context: Context) -> tuple[str, Measured]:
-    """Kill a rank that reduces without a pause, and measure how long the others stay in the all-reduce."""
+    """Kill a rank that reduces without a pause, and measure how long the others stay in the all-reduce.
+
+    With a GPU for each rank it is done again without direct access to the memory of other GPUs: the death of a rank
+    whose memory others have mapped can be an error of their devices.
+    """
     size = max(3, _size(context))
-    crew = Crew(context, size, _survive)
-    crew.store.wait([f"meet/training/{rank}" for rank in range(size)], timedelta(seconds=_CREW_S))
+    release = _killed(context, size, _survive, "ranks")
+    measured = {"ranks": size, "release_s": release}
+    said = f"{size} ranks ({_how(context, size)}): all others released in {seconds(release)}"
+    if devices(context) >= size:
+        measured["without_p2p_release_s"] = _killed(context, size, _survive_without_p2p, "without-p2p")
+        said += f", without P2P in {seconds(measured['without_p2p_release_s'])}"
+    return said, measured
+
+
+def killed_while_made(context: Context) -> tuple[str, Measured]:
+    """Kill a rank that the others need to make their groups again, and measure how long they wait for it.
+
+    A communicator cannot be aborted while NCCL makes it; in a run, a thread of its own waits for that.
+    """
+    release = _killed(context, 3, _wait_for_the_last, "ranks", epoch=1)
+    measured = {"ranks": 3, "release_s": release}
+    return f"3 ranks ({_how(context, 3)}): both others released in {seconds(release)}", measured
+
+
+def _killed(context: Context, size: int, function: Callable[[Rank], Measured], name: str, epoch: int = 0) -> float:
+    """Kill the last of ``size`` ranks when all of them have met; return the seconds until all others were released.
+
+    Args:
+        epoch: number of the epoch that is then closed.
+
+    Raises:
+        Failed: they were released too late.
+    """
+    crew = Crew(context, size, function, name)
+    crew.store.wait([f"meet/kill/{rank}" for rank in range(size)], timedelta(seconds=_CREW_S))
     time.sleep(0.3)
     killed = time.monotonic()
     crew.kill(size - 1)
     if not context.planted:
-        crew.store.set("close/0", "")  # in a run, the agent sees the death and the control plane closes the epoch
+        crew.store.set(f"close/{epoch}", "")  # in a run, the control plane does it when an agent has seen the death
     found = crew.wait(_limit(context) / 2, set(range(size - 1)))
     release = max(one["released_at"] for one in found.values()) - killed
-    measured = {"ranks": size, "release_s": release}
     if release > _RELEASE_S:
+        measured = {"ranks": size, "release_s": release}
         raise Failed(f"the others were released only after {seconds(release)}", _SLOW, measured)
-    return f"{size} ranks ({_how(context, size)}): all others released in {seconds(release)}", measured
+    return release
 
 
 def _survive(rank: Rank) -> Measured:
     member = Member(rank, _TIMEOUT_S)
     member.reduce()
-    rank.meet("training")
+    rank.meet("kill")
     _blocked(member)
     return {"released_at": time.monotonic()}
+
+
+def _survive_without_p2p(rank: Rank) -> Measured:
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    return _survive(rank)
+
+
+def _wait_for_the_last(rank: Rank) -> Measured:
+    """Make all groups again, for which the last rank never comes."""
+    member = Member(rank, _TIMEOUT_S)
+    member.reduce()
+    rank.meet("used")
+    if rank.number == 0:
+        rank.store.set("close/0", "")
+    member.wait_closed()
+    if rank.number == rank.size - 1:
+        rank.store.set(f"meet/dropped 0/{rank.number}", "")
+    rank.meet("kill")
+    if rank.number == rank.size - 1:
+        threading.Event().wait()
+    try:
+        member.renew()
+    except EpochClosed:
+        return {"released_at": time.monotonic()}
+    raise FtError("groups were made without one of their members")
 
 
 def hung_groups(context: Context) -> tuple[str, Measured]:

@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
 
 def without_fault(context: Context) -> tuple[str, Measured]:
     """Train without a fault; the folder of the run stays for the other checks."""
-    inject = ["--inject", f"exception:error=user@step={_AT}:rank={_VICTIM}"] if context.planted else []
+    inject = ["--inject", f"exception@step={_AT}:rank={_VICTIM}:error=user"] if context.planted else []
     run = _train(context, _reference(context), inject)
     step_s = sorted(float(step["step_time_s"]) for step in run.metrics[1:] if "step_time_s" in step)
     measured: Measured = {"steps": len(run.metrics), "last_loss": run.metrics[-1]["loss"]}
@@ -87,8 +87,10 @@ def _recover(context: Context, kind: _Kind) -> tuple[str, Measured]:
     expected = _losses(load(reference))
     if len(expected) != _STEPS:
         raise Skipped("there are no losses to compare with: the run without a fault has failed")
-    inject = ["--inject", f"{kind.name}@step={_AT}:rank={_VICTIM}"]
-    run = _train(context, context.scratch / "run", inject, standby=not context.planted)
+    faults = f"{kind.name}@step={_AT}:rank={_VICTIM}"
+    if context.planted:
+        faults += f",kill@step={_AT + 3}:rank={_VICTIM}"
+    run = _train(context, context.scratch / "run", ["--inject", faults])
     found = recoveries(run.events)
     outcomes = [one.outcome for one in found]
     measured = _measured(found)
@@ -125,7 +127,7 @@ def _how(context: Context) -> str:
     return "on shared GPUs, NCCL over sockets" if gpus in _SHARED else "one GPU each, NCCL"
 
 
-def _train(context: Context, folder: Path, inject: list[str], *, standby: bool = True) -> Run:
+def _train(context: Context, folder: Path, inject: list[str]) -> Run:
     """Train in ``folder`` and return the record of the run.
 
     Raises:
@@ -136,7 +138,7 @@ def _train(context: Context, folder: Path, inject: list[str], *, standby: bool =
     folder.mkdir(parents=True)
     agents = []
     try:
-        for number, flags in enumerate(_agents(gpus, standby)):
+        for number, flags in enumerate(_agents(gpus)):
             words = [
                 "run",
                 *flags,
@@ -165,14 +167,14 @@ def _train(context: Context, folder: Path, inject: list[str], *, standby: bool =
     return run
 
 
-def _agents(gpus: int, standby: bool) -> list[list[str]]:
-    """Return the flags of the agents that together run the workers and, if wanted, one standby."""
+def _agents(gpus: int) -> list[list[str]]:
+    """Return the flags of the agents that together run the workers and one standby."""
     if gpus in _SHARED:
-        number = _WORKERS + standby
+        number = _WORKERS + 1
         where = ["--nnodes", str(number), "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-        spare = ["--standby-nodes", str(int(standby))]
-        return [[*where, *spare, "--node-rank", str(node), "--nproc-per-node", "1"] for node in range(number)]
-    return [["--standalone", "--nproc-per-node", str(_WORKERS), "--standby", str(int(standby))]]
+        own = ["--standby-nodes", "1", "--nproc-per-node", "1"]
+        return [[*where, *own, "--node-rank", str(node)] for node in range(number)]
+    return [["--standalone", "--nproc-per-node", str(_WORKERS), "--standby", "1"]]
 
 
 def _environment(gpus: int, number: int) -> dict[str, str]:

@@ -1,9 +1,7 @@
-"""Read, check and write the trace and plan files of DMR: one JSON object with times in microseconds and sizes in bytes.
+"""Read, check and write the files of DMR: traces, plans, and operators that are not reproducible.
 
-A trace file has ``version``, and the fields of ``Trace``: ``ops``, ``tensors`` and ``windows`` are lists of the records
-in ``ft.systems.dmr.plan.trace``; ``memory.timeline`` is a list of ``stage``, ``t_us`` and ``live`` (bytes in use from
-then on) for each change; the pipeline is called ``schedule``. A plan file has the fields of ``Plan`` besides; the AGC
-segments are called ``agc_segments``.
+Each is one JSON object: ``version``, and the fields of ``Trace``, ``Plan`` (``ft.systems.dmr.plan.trace``) or
+``Unstable``, with times in microseconds and sizes in bytes.
 """
 
 import json
@@ -12,12 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import Struct, ValidationError, convert, structs
-from msgspec.json import encode
+from msgspec import Struct, ValidationError, convert
+from msgspec.json import encode, format
+from msgspec.structs import asdict, replace
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
@@ -29,21 +28,15 @@ from ft.systems.dmr.plan.trace import (
     PHASES,
     SETS,
     AgcSegment,
-    Amount,
     Assignment,
-    Count,
-    Memory,
-    Operator,
     Plan,
-    Predicted,
     Tensor,
     Trace,
-    Window,
 )
-from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.kinds import Pipeline, orders
 
-VERSION = 2
-"""Version of the file format. Files of other versions are refused."""
+VERSION = 3
+"""Version of the format of traces and plans. Files of other versions are refused."""
 MOST_UNITS = 10_000_000
 """Number of forward passes of one iteration, over all stages, above which a schedule is refused as a mistake."""
 
@@ -54,43 +47,19 @@ _T = TypeVar("_T")
 _CHOICES = {"phase": PHASES, "kind": INTER + INTRA, "set": SETS}
 
 
-class _Level(Struct):
-    t_us: Amount
-    live: Amount
-    stage: Count = 0
-
-
-class _Memory(Struct):
-    timeline: list[_Level] = []
-    budget: Amount | None = None
-
-
-class _Trace(Struct):
-    fingerprint: dict[str, Any]
-    ops: list[Operator]
-    tensors: list[Tensor]
-    windows: list[Window]
-    memory: _Memory
-    schedule: Pipeline | None = None
-    early_stop: bool = False
-
-
-class _Plan(Struct):
-    assign: dict[str, Any]
-    predicted: Predicted
-    agc_segments: list[AgcSegment] = []
-    phases: tuple[Predicted, ...] = ()
-
-
 class _File:
-    """The JSON object of a file, which users may have edited. A field that is null counts as absent. ``fix``: what the
-    user can do if the file cannot be used.
+    """The JSON object of a file, which users may have edited. A field that is null counts as absent.
+
+    Args:
+        fix: what the user can do if the file cannot be used.
+        version: the version of the format that can be read.
+        default: the version of a file that names none; None: such a file is refused.
 
     Raises:
         UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.
     """
 
-    def __init__(self, path: Path, fix: str):
+    def __init__(self, path: Path, fix: str, version: int = VERSION, default: int | None = None):
         self._path, self._fix = path, fix
         try:
             self.values = bounded_json.loads(files.read_text(path), object_pairs_hook=_once)
@@ -105,28 +74,38 @@ class _File:
             raise UserError(f"{path} cannot be understood: {error}", fix) from error
         if not isinstance(self.values, dict):
             raise self.error("is not a JSON object")
-        if "version" not in self.values:
+        found = self.values.get("version", default)
+        if found is None:
             raise self.error("has no 'version'")
-        if self.values["version"] != VERSION:
-            raise self.error(f"has version {self.values['version']}, but this version of the program reads {VERSION}")
+        if found != version:
+            raise self.error(f"has version {found}, but this version of the program reads {version}")
 
     def error(self, problem: str, place: str = "") -> UserError:
         """Return the error to raise: the problem, preceded by the file and the place in it ("prof.json: ops[3]")."""
         return UserError(f"{self._path}{place and f': {place}'} {problem}", self._fix)
 
-    def convert(self, kind: type[_T], values: Any = None, place: str = "") -> _T:
-        """Return the values at ``place``, by default all values of the file, as ``kind``.
+    def convert(self, kind: type[_T], values: Any, place: str = "") -> _T:
+        """Return the values at ``place`` as ``kind``.
 
         Raises:
             UserError: a value is missing, or is not what ``kind`` allows; the message names it.
         """
-        values = self.values if values is None else values
         try:
-            return convert(values, kind)
+            return convert(values, kind, str_keys=True)
         except ValidationError as error:
             raise self._refused(str(error), values, place) from error
         except UserError as error:  # of a schedule that does not exist
-            raise self.error(f"is impossible: {error.problem}", "schedule") from error
+            raise self.error(f"is impossible: {error.problem}", "pipeline") from error
+
+    def named(self, kind: type[_T], values: Any, place: str) -> None:
+        """Convert the values of the object ``values[place]`` one by one, so that a message names the one it is about.
+
+        Raises:
+            UserError: as ``convert``.
+        """
+        found = values.get(place) if isinstance(values, dict) else None
+        if isinstance(found, dict):
+            values[place] = {name: self.convert(kind, one, f"{place}: {name}") for name, one in found.items()}
 
     def _refused(self, problem: str, values: Any, place: str) -> UserError:
         """Return the error for a message of msgspec such as "Expected `float`, got `str` - at `$.ops[3].t_us`"."""
@@ -136,6 +115,8 @@ class _File:
             return self.error(f"has no {missing[1]!r}", here)
         if said.startswith("Expected `object`"):
             return self.error("is not a JSON object", here)
+        if "..." in path or not path:
+            return self.error(f"has a value that cannot be: {said}", here)
         for step in re.findall(r"\w+", path):
             values = values[int(step) if isinstance(values, list) else step]
         place, _, name = here.rpartition(": ")
@@ -162,40 +143,25 @@ def read_trace(path: Path) -> Trace:
             write the same tensor, operators need each other's results in a cycle, or the stage, microbatch or chunk of
             an operator is not in the schedule.
     """
-    return _trace(_File(path, _PROFILE_AGAIN))
+    file = _File(path, _PROFILE_AGAIN)
+    return _trace(file, file.values.get("trace", file.values))
 
 
-def _trace(file: _File) -> Trace:
-    found = file.convert(_Trace)
-    trace = Trace(
-        fingerprint=_fingerprint(found.fingerprint, file),
-        ops=tuple(sorted(found.ops, key=lambda op: (op.stage, op.start_us))),
-        tensors={tensor.id: tensor for tensor in found.tensors},
-        windows=tuple(sorted(found.windows, key=lambda one: (one.stage, one.start_us))),
-        memory=_memory(found.memory),
-        pipeline=found.schedule,
-        early_stop=found.early_stop,
+def _trace(file: _File, values: Any) -> Trace:
+    file.named(Tensor, values, "tensors")
+    trace = file.convert(Trace, values)
+    for name in FINGERPRINT:
+        if name not in trace.fingerprint:
+            raise file.error(f"has no {name!r}", "fingerprint")
+    timeline = {stage: tuple(sorted(points)) for stage, points in trace.memory.timeline.items()}
+    trace = replace(
+        trace,
+        memory=replace(trace.memory, timeline=timeline),
+        ops=tuple(sorted(trace.ops, key=lambda op: (op.stage, op.start_us))),
+        windows=tuple(sorted(trace.windows, key=lambda one: (one.stage, one.start_us))),
     )
-    _refuse_twice("tensor", (tensor.id for tensor in found.tensors), file)
     _refuse_inconsistent(trace, file)
     return trace
-
-
-def _fingerprint(found: dict[str, Any], file: _File) -> dict[str, Any]:
-    for name in FINGERPRINT:
-        if name not in found:
-            raise file.error(f"has no {name!r}", "fingerprint")
-    for name, value in found.items():
-        if not isinstance(value, str | int | float | bool):
-            raise file.error(f"has {name} = {value!r}, which is neither a text nor a number", "fingerprint")
-    return found
-
-
-def _memory(found: _Memory) -> Memory:
-    timeline: dict[int, list[tuple[float, float]]] = {}
-    for each in found.timeline:
-        timeline.setdefault(each.stage, []).append((each.t_us, each.live))
-    return Memory({stage: tuple(sorted(points)) for stage, points in timeline.items()}, found.budget)
 
 
 def _refuse_inconsistent(trace: Trace, file: _File) -> None:
@@ -218,8 +184,10 @@ def _refuse_inconsistent(trace: Trace, file: _File) -> None:
         raise file.error(f"has a cycle: operators need each other's results: {circle}") from error
     if trace.pipeline is not None:
         if math.prod(_shape(trace.pipeline)) > MOST_UNITS:
-            raise file.error(f"has more than {MOST_UNITS} forwards: {trace.pipeline}", "schedule")
+            raise file.error(f"has more than {MOST_UNITS} forwards: {trace.pipeline}", "pipeline")
         _fits(trace, trace.pipeline, file)
+        if set(chain(*orders(trace.pipeline))) != {unit for unit, _, _ in trace.units}:
+            raise file.error("has other units than its schedule", "units")
 
 
 def _fits(trace: Trace, pipeline: Pipeline, file: _File) -> None:
@@ -251,7 +219,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    _write(path, _trace_values(trace))
+    _write(path, encode({"version": VERSION, **asdict(trace)}))
 
 
 def read_plan(path: Path) -> Plan:
@@ -265,11 +233,10 @@ def read_plan(path: Path) -> Plan:
     file = _File(path, _PLAN_AGAIN)
     if "assign" not in file.values:
         raise UserError(f"{path} is a profile, not a plan: it assigns no operators", f"plan it: ft dmr plan {path} ...")
-    trace, found = _trace(file), file.convert(_Plan)
-    assign = {name: file.convert(Assignment, how, f"assign: {name}") for name, how in found.assign.items()}
-    _refuse_twice("AGC segment", (segment.id for segment in found.agc_segments), file)
-    segments = {segment.id: segment for segment in found.agc_segments}
-    plan = Plan(trace, assign, segments, found.predicted, found.phases)
+    file.values["trace"] = _trace(file, file.values.get("trace", {}))
+    file.named(Assignment, file.values, "assign")
+    file.named(AgcSegment, file.values, "segments")
+    plan = file.convert(Plan, file.values)
     wrong = list(islice(problems(plan), 4))
     if wrong:
         more = "; and more" if len(wrong) > 3 else ""
@@ -283,34 +250,17 @@ def write_plan(path: Path, plan: Plan) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    segments = list(plan.segments.values())
-    found = _Plan(dict(plan.assign), plan.predicted, segments, plan.phases)
-    _write(path, _trace_values(plan.trace) | structs.asdict(found))
+    _write(path, encode({"version": VERSION, **asdict(plan)}))
 
 
-def _trace_values(trace: Trace) -> dict[str, Any]:
-    """Return the fields of a trace file."""
-    points = [_Level(at, live, stage) for stage, level in sorted(trace.memory.timeline.items()) for at, live in level]
-    found = _Trace(
-        fingerprint=dict(trace.fingerprint),
-        ops=list(trace.ops),
-        tensors=list(trace.tensors.values()),
-        windows=list(trace.windows),
-        memory=_Memory(points, trace.memory.budget),
-        schedule=trace.pipeline,
-        early_stop=trace.early_stop,
-    )
-    return {"version": VERSION, **structs.asdict(found)}
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    """Write ``values`` as JSON to ``path`` atomically: a crash leaves no incomplete file there.
+def _write(path: Path, text: bytes) -> None:
+    """Write ``text`` to ``path`` atomically: a crash leaves no incomplete file there.
 
     Raises:
         UserError: the file cannot be written.
     """
     try:
-        files.replace(path, encode(values) + b"\n")
+        files.replace(path, text + b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another path") from error
 
@@ -336,3 +286,33 @@ def refuse_plan_of_other_run(plan: Plan, run: Mapping[str, Any]) -> None:
     if found:
         fix = "profile this run and plan again: ft dmr profile, then ft dmr plan"
         raise UserError("the DMR plan was made for another run: " + "; ".join(found), fix)
+
+
+class Unstable(Struct, frozen=True):
+    """Operators that are not reproducible: they compute a different result each time on the same inputs, so that
+    comparing two executions is meaningless. ``ft dmr selftest --out`` writes their names; a run with
+    ``--ft-dmr-unstable`` leaves them unverified. ``torch`` and ``device``: with which they were found."""
+
+    operators: tuple[str, ...]
+    torch: str = ""
+    device: str = ""
+    version: int = 1
+
+
+def write_unstable(path: Path, found: Unstable) -> None:
+    """Write ``found`` to ``path``.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    _write(path, format(encode(found), indent=1))
+
+
+def read_unstable(path: Path) -> Unstable:
+    """Read a file that ``write_unstable`` wrote.
+
+    Raises:
+        UserError: the file cannot be read, is not JSON, has no list of names, or has an unknown version.
+    """
+    file = _File(path, "write the file with ft dmr selftest --out", version=1, default=1)
+    return file.convert(Unstable, file.values)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ft.systems.dmr.plan.draft import Draft
+from ft.systems.dmr.plan.phases import Draft
 from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 
 

@@ -13,8 +13,7 @@ from matplotlib.patches import Patch
 from ft.show import axes as look
 from ft.show import palette
 from ft.show.text import percent
-from ft.systems.dmr.plan.check import memory_over_time
-from ft.systems.dmr.plan.text import loads
+from ft.systems.dmr.plan.check import loads, memory_over_time
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, INTER, RECOMPUTE, Operator, Plan
 
 _WORK = {FORWARD: "#8fb3d9", RECOMPUTE: "#c3d3e4", BACKWARD: "#4f7fb0"}
@@ -88,12 +87,13 @@ def _memory(axes, plan: Plan, stages: Sequence[int]) -> None:
     budget = plan.trace.memory.budget
     most = max(budget or 0.0, plan.predicted.peak_bytes)
     name, unit = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    planned = memory_over_time(plan)
     for i, stage in enumerate(stages):
         colour = colours[i % len(colours)]
         alone = plan.trace.memory.timeline.get(stage, ())
         if alone:
             _steps(axes, alone, unit, color=colour, linewidth=0.7, alpha=0.6)
-        _steps(axes, memory_over_time(plan, stage), unit, color=colour, linewidth=1.5, label=f"stage {stage}")
+        _steps(axes, planned.get(stage, ()), unit, color=colour, linewidth=1.5, label=f"stage {stage}")
     if budget is not None:
         axes.axhline(budget / unit, color=palette.FAULT, linewidth=1, linestyle="--", label="budget")
     axes.set_ylim(bottom=0)

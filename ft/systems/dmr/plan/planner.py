@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.check import peaks, problems
-from ft.systems.dmr.plan.draft import Draft
 from ft.systems.dmr.plan.online import serve
-from ft.systems.dmr.plan.phases import InnerActivations, coarse, fine, piggyback
+from ft.systems.dmr.plan.phases import Draft, InnerActivations, coarse, fine, piggyback
 from ft.systems.dmr.plan.predict import Clock, everything_at_once
 from ft.systems.dmr.plan.trace import INTER, INTRA, AgcSegment, Assignment, Plan, Predicted, Trace
 
@@ -114,30 +113,24 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
         if phase:
             candidates.append(_best_of_each_stage(candidates, clock))
         for parts in candidates:
-            found = _found(parts, clock, times)
-            best = found if best is None else min(best, found, key=_RatedPlan.rank)
+            found = _found(kept, parts, clock, times)
+            best = found if best is None else min(best, found, key=_rank)
         reached.append(best.predicted)
-    return Plan(kept, best.assign, best.segments, best.predicted, tuple(reached))
+    return replace(best, phases=tuple(reached))
 
 
-@dataclass(frozen=True)
-class _RatedPlan:
-    assign: Mapping[str, Assignment]
-    segments: Mapping[str, AgcSegment]
-    predicted: Predicted
-
-    def rank(self) -> tuple[float, float]:
-        """Return the sorting key, lowest first: the duration of the iteration, then the verification time outside of
-        windows."""
-        return self.predicted.t_plan, self.predicted.exposed_us
+def _rank(plan: Plan) -> tuple[float, float]:
+    """Return the sorting key, lowest first: the duration of the iteration, then the verification time outside of
+    windows."""
+    return plan.predicted.t_plan, plan.predicted.exposed_us
 
 
-def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _RatedPlan:
+def _found(trace: Trace, parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> Plan:
     assign = {name: how for part in parts for name, how in part.assign.items()}
     segments = {name: one for part in parts for name, one in part.segments.items()}
     peak = max((part.peak for part in parts), default=0.0)
     predicted = Predicted(*times, clock.time_us(assign, segments), clock.exposed_us(assign), peak)
-    return _RatedPlan(assign, segments, predicted)
+    return Plan(trace, assign, segments, predicted)
 
 
 def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:
@@ -155,8 +148,7 @@ def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> Part | None:
     unwanted = {window.id for window in trace.windows if window.kind not in kinds}
     if any(how.window in unwanted for how in known.assign.values()) or any(problems(moved)):
         return None
-    peak = max(peaks(moved, {window.id: window for window in trace.windows}).values(), default=0.0)
-    return Part(known.assign, known.segments, peak)
+    return Part(known.assign, known.segments, max(peaks(moved).values(), default=0.0))
 
 
 def _enough(trace: Trace, budget: float) -> None:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from ft.show.text import count, percent, seconds, table
-from ft.systems.dmr.plan.check import peaks
+from ft.systems.dmr.plan.check import loads, peaks
 from ft.systems.dmr.plan.predict import exposed_us
-from ft.systems.dmr.plan.trace import INTER, INTRA, NAIVE, OPTIMIZER, SETS, UNCHECKED, Plan, Predicted
+from ft.systems.dmr.plan.trace import INTER, INTRA, NAIVE, SETS, UNCHECKED, Plan, Predicted
 
 _FAR = 0.05
 """Share of an iteration by which the simulated schedule may differ from the trace without being reported."""
@@ -62,21 +62,9 @@ def fillings(plan: Plan) -> list[Filling]:
     return found
 
 
-def loads(plan: Plan) -> dict[str, float]:
-    """Return window id -> verification time that the plan puts into the window, in microseconds."""
-    used: dict[str, float] = defaultdict(float)
-    for op in plan.trace.ops:
-        how = plan.assign[op.id]
-        if how.window is not None and how.agc_segment is None:
-            used[how.window] += op.check_us
-    for segment in plan.segments.values():
-        used[segment.window] += segment.load_us
-    return dict(used)
-
-
 def peak_by_stage(plan: Plan) -> dict[int, tuple[float, float]]:
     """Return stage -> (peak memory of training without DMR, peak memory with the plan), in bytes."""
-    with_plan = peaks(plan, {window.id: window for window in plan.trace.windows})
+    with_plan = peaks(plan)
     alone = {stage: plan.trace.memory.peak(stage) for stage in plan.trace.stages}
     return {stage: (alone[stage], with_plan.get(stage, alone[stage])) for stage in plan.trace.stages}
 
@@ -84,10 +72,10 @@ def peak_by_stage(plan: Plan) -> dict[int, tuple[float, float]]:
 def reasons(plan: Plan) -> Iterator[str]:
     """Yield the reasons why some verification is not hidden or some operators are not verified, one sentence each."""
     at_once = [op for op in plan.trace.ops if plan.assign[op.id].set == NAIVE]
-    forced = [op for op in at_once if op.mutates or op.phase == OPTIMIZER]
+    forced = [op for op in at_once if op.is_verified_at_once]
     if forced:
         yield f"{len(forced)} operators change their inputs, the optimizer's included: verified at once"
-    left = [op for op in at_once if not (op.mutates or op.phase == OPTIMIZER)]
+    left = [op for op in at_once if not op.is_verified_at_once]
     free = {each.kind: each.dur_us - each.used_us for each in fillings(plan)}
     if left:
         total = sum(op.check_us for op in left)

@@ -7,17 +7,21 @@ sequence of operators that is executed again as a whole, so that only the tensor
 then. A trace comes from a profile of a run or from the estimator. Times are microseconds since the iteration began,
 sizes are bytes.
 
-``Operator``, ``Tensor``, ``Window``, ``Assignment``, ``AgcSegment`` and ``Predicted`` are also the records of the files
-(``ft.systems.dmr.plan.file``); a field that has another name in the file says so. What their types allow is checked
-when a file is read.
+The files (``ft.systems.dmr.plan.file``) have these records as they are. What their types allow is checked when a file
+is read.
 """
 
+import bisect
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.program import Unit
 
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 """A time in microseconds or a size in bytes, in a file."""
@@ -49,7 +53,7 @@ class Operator(Struct, frozen=True, omit_defaults=True):
     Attributes:
         id: id of the execution, unique in the trace.
         name: name of the operator, with overload.
-        start_us: start, in microseconds since the iteration began ("t0_us" in files).
+        start_us: start, in microseconds since the iteration began.
         t_us: duration, in microseconds.
         stage: pipeline stage, from 0, as are microbatch and chunk (virtual stage).
         layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
@@ -68,7 +72,7 @@ class Operator(Struct, frozen=True, omit_defaults=True):
     id: str
     name: str
     phase: Literal[PHASES]
-    start_us: Amount = field(name="t0_us")
+    start_us: Amount
     t_us: Amount
     in_ids: tuple[str, ...] = ()
     out_ids: tuple[str, ...] = ()
@@ -99,22 +103,27 @@ class Operator(Struct, frozen=True, omit_defaults=True):
         """Return the ids of the tensors that a deferred verification keeps: inputs and outputs."""
         return self.in_ids + self.out_ids
 
+    @property
+    def is_verified_at_once(self) -> bool:
+        """Return whether its verification cannot be deferred, because it changes its inputs or belongs to the optimizer
+        step."""
+        return bool(self.mutates) or self.phase == OPTIMIZER
+
 
 class Tensor(Struct, frozen=True, omit_defaults=True):
     """One tensor. ``free_us``: time at which training itself frees it; None if it outlives the iteration, as parameters
     do."""
 
-    id: str
     bytes: Amount
     free_us: Amount | None = None
 
 
 class Window(Struct, frozen=True):
-    """A time in which a stage computes nothing, so that operators can be verified: its start ("t0_us" in files) and
-    duration in microseconds. ``dynamic``: True if the duration differs from iteration to iteration."""
+    """A time in which a stage computes nothing, so that operators can be verified: its start and duration in
+    microseconds. ``dynamic``: True if the duration differs from iteration to iteration."""
 
     id: str
-    start_us: Amount = field(name="t0_us")
+    start_us: Amount
     dur_us: Amount
     kind: Literal[INTER + INTRA]
     stage: Count = 0
@@ -137,19 +146,43 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
     return found
 
 
+class Changes:
+    """The times at which tensors are changed in place, on each stage. "" stands for the parameters, which change when
+    the optimizer step of the stage begins."""
+
+    def __init__(self, ops: Iterable[Operator]):
+        self._times: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for op in ops:
+            for name in (*op.mutates, *([""] if op.phase == OPTIMIZER else [])):
+                self._times[op.stage, name].append(op.start_us)
+        for times in self._times.values():
+            times.sort()
+
+    def next(self, op: Operator) -> tuple[float, str]:
+        """Return when a tensor of ``op``, or a parameter, is first changed after it, in microseconds, and the name of
+        the tensor; infinity if none is."""
+        found = math.inf, ""
+        for name in (*op.tensors, ""):
+            times = self._times.get((op.stage, name), ())
+            place = bisect.bisect_left(times, op.end_us - CLOSE_US)
+            if place < len(times):
+                found = min(found, (times[place], name))
+        return found
+
+
 class Memory(Struct, frozen=True):
     """Memory in use without DMR: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time,
     and the bytes that a stage may use; None if unknown."""
 
-    timeline: Mapping[int, tuple[tuple[float, float], ...]]
-    budget: float | None = None
+    timeline: Mapping[int, tuple[tuple[Amount, Amount], ...]]
+    budget: Amount | None = None
 
     def peak(self, stage: int) -> float:
         """Return the largest number of bytes that training itself uses on ``stage``; 0 if nothing is known."""
         return max((live for _, live in self.timeline.get(stage, ())), default=0.0)
 
 
-class Trace(Struct, frozen=True):
+class Trace(Struct, frozen=True, dict=True):
     """One iteration of all stages that are planned together.
 
     Attributes:
@@ -163,15 +196,25 @@ class Trace(Struct, frozen=True):
             for each other.
         early_stop: recomputation leaves out the last operator of a segment (torch's non-reentrant checkpoints do,
             Megatron's reentrant ones do not).
+        units: the units with start and end, in microseconds, including communication inside them.
     """
 
-    fingerprint: Mapping[str, object]
+    fingerprint: Mapping[str, str | int | float | bool]
     ops: tuple[Operator, ...]
     tensors: Mapping[str, Tensor]
     windows: tuple[Window, ...]
     memory: Memory
     pipeline: Pipeline | None = None
     early_stop: bool = False
+    units: tuple[tuple[Unit, Amount, Amount], ...] = ()
+
+    @cached_property
+    def op_by_id(self) -> dict[str, Operator]:
+        return {op.id: op for op in self.ops}
+
+    @cached_property
+    def window_by_id(self) -> dict[str, Window]:
+        return {window.id: window for window in self.windows}
 
     @property
     def stages(self) -> list[int]:
@@ -219,16 +262,16 @@ class AgcSegment(Struct, frozen=True):
     Attributes:
         ops: ids of the operators, in order of execution.
         keeps: ids of the tensors that are kept until the replay.
-        load_us: duration of the replay in microseconds, including comparisons and ``regenerated_us``.
-        regenerated_us: microseconds of the replay that are spent on recomputing inner activations that are not kept.
+        load_us: duration of the replay in microseconds, including comparisons and ``again``.
+        again: ids of the operators of the block's activation recomputation that the replay executes first, because
+            activations that they make are not kept. They are not compared.
     """
 
-    id: str
     ops: tuple[str, ...]
     window: str
     keeps: tuple[str, ...]
     load_us: Amount
-    regenerated_us: Amount = 0.0
+    again: tuple[str, ...] = ()
 
 
 class Predicted(Struct, frozen=True):

@@ -8,29 +8,21 @@ long as its stage has measured. The idle time between units is that of the simul
 verifications are measured once per profile, on the device of the run.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import structs
 
 from ft.base.errors import UserError
 from ft.systems.dmr.digest import same, writer
-from ft.systems.dmr.plan.predict import Timeline, idle, simulate
-from ft.systems.dmr.plan.trace import (
-    BACKWARD,
-    IN_UNITS,
-    OPTIMIZER,
-    RECOMPUTE,
-    Memory,
-    Operator,
-    Tensor,
-    Trace,
-    Window,
-)
-from ft.systems.dmr.profile.recorder import P2P, Event, ExecutedOperator, RecordedWait, StageRecord, Timed
-from ft.systems.dmr.runtime.cursor import OperatorCall, operator_id
+from ft.systems.dmr.plan.predict import Timeline, idle, simulate, unit_of
+from ft.systems.dmr.plan.trace import IN_UNITS, OPTIMIZER, RECOMPUTE, Memory, Operator, Tensor, Trace, Window
+from ft.systems.dmr.profile.recorder import P2P, StageRecord
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.operators import call_of
 from ft.systems.dmr.runtime.queue import Execution, Replay, entry, verify
@@ -154,23 +146,16 @@ def assemble(
     us = {block.unit: block.us for found in cut for block in found[1:-1]}
     timeline = simulate(pipeline, us.__getitem__)
     begins = max(found[0].us for found in cut)
-    stages = [
-        _Stage(record, _starts(record, found, timeline, begins), costs, frozenset(unstable))
-        for record, found in zip(records, cut, strict=True)
-    ]
-    windows = [
-        window
-        for stage, found in zip(stages, cut, strict=True)
-        for window in (*stage.windows(), *_windows_between(stage.record.stage, found, timeline, begins))
-    ]
-    return Trace(
-        fingerprint=dict(fingerprint),
-        ops=tuple(op for stage in stages for op in stage.operators()),
-        tensors={tensor.id: tensor for stage in stages for tensor in stage.tensors()},
-        windows=tuple(sorted(windows, key=lambda window: (window.stage, window.start_us))),
-        memory=Memory({stage.record.stage: stage.live() for stage in stages}, budget),
-        pipeline=pipeline,
-    )
+    ops, windows, tensors, memory = [], [], {}, {}
+    for record, found in zip(records, cut, strict=True):
+        starts = _starts(record, found, timeline, begins)
+        ops += _operators(record, starts, costs, unstable)
+        windows += [*_windows(record, starts), *_windows_between(record.stage, found, timeline, begins)]
+        tensors |= _tensors(record, starts)
+        memory[record.stage] = _live(record, starts)
+    windows.sort(key=lambda window: (window.stage, window.start_us))
+    units = tuple((unit, begins + start, begins + end) for unit, (start, end) in timeline.times.items())
+    return Trace(dict(fingerprint), tuple(ops), tensors, tuple(windows), Memory(memory, budget), pipeline, units=units)
 
 
 def blocks(record: StageRecord) -> list[Block]:
@@ -179,9 +164,8 @@ def blocks(record: StageRecord) -> list[Block]:
     unit."""
     found = [Block(None)]
     loose: list[int] = []
-    for number, event in enumerate(record.notes.events):
-        unit = _unit(record.stage, event)
-        if isinstance(event, RecordedWait) and event.kind == P2P:
+    for number, event in enumerate(record.events):
+        if _waits_for_message(event):
             _put(record, found[-1], loose)
             found[-1].waits = True
             found[-1].waited_us += record.times[number].us
@@ -189,8 +173,8 @@ def blocks(record: StageRecord) -> list[Block]:
             found[-1].us += record.times[number].gap_us
             continue
         loose.append(number)
-        if unit is not None:
-            if unit != found[-1].unit:
+        if isinstance(event, Operator) and event.phase in IN_UNITS:
+            if (unit := unit_of(event)) != found[-1].unit:
                 found.append(Block(unit))
             _put(record, found[-1], loose)
     found.append(Block(None))
@@ -204,10 +188,9 @@ def _put(record: StageRecord, block: Block, loose: list[int]) -> None:
     loose.clear()
 
 
-def _unit(stage: int, event: Event) -> Unit | None:
-    if isinstance(event, RecordedWait) or event.at.phase not in IN_UNITS:
-        return None
-    return Unit(stage, event.at.microbatch, event.at.chunk, event.at.phase in (RECOMPUTE, BACKWARD))
+def _waits_for_message(event: Operator | Window) -> bool:
+    """Return whether the event is a wait for another stage."""
+    return isinstance(event, Window) and event.kind == P2P
 
 
 def _comm_us(cut: Sequence[Sequence[Block]]) -> float:
@@ -220,17 +203,17 @@ def _comm_us(cut: Sequence[Sequence[Block]]) -> float:
 def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, begins: float) -> list[float]:
     """Return the start times of all events of a stage, in microseconds since the iteration began. ``begins``: start of
     the schedule."""
-    starts = [0.0] * len(record.notes.events)
+    starts = [0.0] * len(record.events)
     for block in found:
         if block.unit is not None:
             now = begins + timeline.times[block.unit][0]
         else:
             now = 0.0 if block is found[0] else begins + timeline.end_us
         for number in block.events:
-            event, time = record.notes.events[number], record.times[number]
+            event, time = record.events[number], record.times[number]
             now += time.gap_us
             starts[number] = now
-            now += 0.0 if isinstance(event, RecordedWait) and event.kind == P2P else time.us
+            now += 0.0 if _waits_for_message(event) else time.us
     return starts
 
 
@@ -245,86 +228,47 @@ def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, beg
     ]
 
 
-@dataclass
-class _Stage:
-    """Makes the part of the trace that belongs to one stage. ``starts``: start times of its events, in microseconds
-    since the iteration began."""
+def _operators(
+    record: StageRecord, starts: Sequence[float], costs: ComparisonCosts, unstable: Collection[str]
+) -> Iterator[Operator]:
+    """Yield the operators of a stage with their times and costs. ``starts``: start times of all its events, in
+    microseconds since the iteration began."""
+    last = {op.ac_segment: op.id for op in record.events if isinstance(op, Operator) and op.phase != RECOMPUTE}
+    for op, start, timed in zip(record.events, starts, record.times, strict=True):
+        if isinstance(op, Operator):
+            yield structs.replace(
+                op,
+                start_us=start,
+                t_us=timed.us,
+                compare_us=costs.us(sum(record.memory[name].bytes for name in (*op.out_ids, *op.mutates))),
+                defer_us=costs.defer_us,
+                deterministic=op.name not in unstable,
+                is_segment_last=op.ac_segment is not None and last.get(op.ac_segment) == op.id,
+            )
 
-    record: StageRecord
-    starts: Sequence[float]
-    costs: ComparisonCosts
-    unstable: frozenset[str]
 
-    def operators(self) -> list[Operator]:
-        last = self._last_of_segments()
-        return [
-            self._operator(event, self.starts[number], self.record.times[number], is_last=number in last)
-            for number, event in enumerate(self.record.notes.events)
-            if isinstance(event, ExecutedOperator)
-        ]
+def _tensors(record: StageRecord, starts: Sequence[float]) -> dict[str, Tensor]:
+    ends = [*starts, starts[-1]]
+    return {
+        name: Tensor(one.bytes, None if one.freed is None else ends[one.freed]) for name, one in record.memory.items()
+    }
 
-    def _last_of_segments(self) -> set[int]:
-        last: dict[int, int] = {}
-        for number, event in enumerate(self.record.notes.events):
-            if isinstance(event, ExecutedOperator) and event.segment is not None and event.at.phase != RECOMPUTE:
-                last[event.segment] = number
-        return set(last.values())
 
-    def _operator(self, done: ExecutedOperator, start: float, time: Timed, *, is_last: bool) -> Operator:
-        memory = self.record.notes.memory
-        made = sum(memory[number].bytes for number in (*done.outs, *done.changes))
-        at, stage = done.at, self.record.stage
-        return Operator(
-            id=operator_id(stage, *at.unit, at.index),
-            name=at.operator,
-            phase=at.phase,
-            start_us=start,
-            t_us=time.us,
-            in_ids=self._names(done.ins),
-            out_ids=self._names(done.outs),
-            stage=stage,
-            microbatch=at.microbatch,
-            layer=at.layer,
-            chunk=at.chunk,
-            compare_us=self.costs.us(made),
-            defer_us=self.costs.defer_us,
-            mutates=self._names(done.changes),
-            rng=done.rng,
-            deterministic=at.operator not in self.unstable,
-            ac_segment=None if done.segment is None else f"s{stage}.ac{done.segment}",
-            is_segment_last=done.segment is not None and is_last,
-        )
+def _windows(record: StageRecord, starts: Sequence[float]) -> Iterator[Window]:
+    """Yield the windows that the stage has measured: those inside units, and those after the last unit and before the
+    optimizer, beyond whose begin no verification is deferred."""
+    events = list(zip(record.events, starts, record.times, strict=True))
+    updates = (start for event, start, _ in events if isinstance(event, Operator) and event.phase == OPTIMIZER)
+    last = next(updates, math.inf)
+    for event, start, timed in events:
+        if isinstance(event, Window) and event.kind != P2P and start <= last:
+            yield structs.replace(event, start_us=start, dur_us=timed.us)
 
-    def _names(self, numbers: Sequence[int]) -> tuple[str, ...]:
-        return tuple(f"s{self.record.stage}.t{number}" for number in numbers)
 
-    def tensors(self) -> list[Tensor]:
-        ends, names = [*self.starts, self.starts[-1]], self._names(range(len(self.record.notes.memory)))
-        return [
-            Tensor(name, one.bytes, None if one.freed is None else ends[one.freed])
-            for name, one in zip(names, self.record.notes.memory, strict=True)
-        ]
-
-    def windows(self) -> list[Window]:
-        """Return the windows that the stage has measured: those inside units, and those after the last unit and before
-        the optimizer."""
-        stage, last = self.record.stage, self._optimizer_begins()
-        return [
-            Window(f"s{stage}.{event.kind}.{event.number}", start, time.us, event.kind, stage, event.dynamic)
-            for event, start, time in zip(self.record.notes.events, self.starts, self.record.times, strict=True)
-            if isinstance(event, RecordedWait) and event.kind != P2P and start <= last
-        ]
-
-    def _optimizer_begins(self) -> float:
-        """Return the start time of the optimizer, in microseconds; no verification is deferred beyond it."""
-        events = zip(self.record.notes.events, self.starts, strict=True)
-        begins = (at for event, at in events if isinstance(event, ExecutedOperator) and event.at.phase == OPTIMIZER)
-        return next(begins, float("inf"))
-
-    def live(self) -> tuple[tuple[float, float], ...]:
-        """Return (time in microseconds, bytes in use from then on) for each change."""
-        found: list[tuple[float, float]] = []
-        for at, live in zip(self.starts, self.record.notes.live, strict=True):
-            if not found or found[-1][1] != live:
-                found.append((at, float(live)))
-        return tuple(found)
+def _live(record: StageRecord, starts: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Return (time in microseconds, bytes in use from then on) for each change."""
+    found: list[tuple[float, float]] = []
+    for at, live in zip(starts, record.live, strict=True):
+        if not found or found[-1][1] != live:
+            found.append((at, float(live)))
+    return tuple(found)

@@ -1,66 +1,27 @@
 """Record one iteration of training for a DMR profile: its operators, tensors, communication and storages, with times.
 
-An event is an executed operator or a wait for other ranks, from which the profile derives the windows. The times at
-which training frees a storage are observed, because a verification that is executed later keeps the tensors of an
-operator in memory until then. Durations are without the time of the profiler itself.
+An event is an executed operator or a wait for other ranks, from which the profile derives the windows. Both are
+recorded as they will be in the profile, without their times, which are measured in other iterations. A tensor of the
+profile is a storage, so that all views of a storage have the same id. The times at which training frees a storage are
+observed, because a verification that is executed later keeps the tensors of an operator in memory until then. Durations
+are without the time of the profiler itself.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.plan.trace import IN_UNITS, INTER
-from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall
+from ft.systems.dmr.plan.trace import IN_UNITS, INTER, Operator, Window
+from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.operators import Call, call_of, is_counted, tensors_in, written
 
 P2P = INTER[0]
-
-
-@dataclass(slots=True)
-class ExecutedOperator:
-    """An operator that has been executed. Tensors are identified by the number of their storage, so that all views of a
-    storage have the same number.
-
-    Attributes:
-        outs: storages of its results, without storages that existed before.
-        changes: storages that it wrote in place, and storages that a collective writes before the next operator.
-        segment: number of the activation-checkpointing segment that it belongs to.
-    """
-
-    at: OperatorCall
-    ins: tuple[int, ...] = ()
-    outs: tuple[int, ...] = ()
-    changes: list[int] = field(default_factory=list)
-    rng: bool = False
-    segment: int | None = None
-
-    @property
-    def key(self) -> tuple:
-        """Return the key of the event, which is the same in every iteration."""
-        return (*self.at.unit, self.at.index, self.at.operator)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedWait:
-    """A wait for other ranks, of a kind of window, with its number among the waits of this kind in the iteration, from
-    0. ``dynamic``: True if the duration differs in every iteration."""
-
-    kind: str
-    number: int
-    dynamic: bool = False
-
-    @property
-    def key(self) -> tuple:
-        """Return the key of the event, which is the same in every iteration."""
-        return self.kind, self.number
-
-
-Event = ExecutedOperator | RecordedWait
 
 
 @dataclass(slots=True)
@@ -72,16 +33,6 @@ class Memory:
     freed: int | None = None
 
 
-@dataclass
-class IterationRecord:
-    """The full record of an iteration on one rank: the events in order, the storages by number, and the bytes in use
-    after each event."""
-
-    events: list[Event] = field(default_factory=list)
-    memory: list[Memory] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Timed:
     """Microseconds between the previous event and this one, and of the event itself."""
@@ -90,14 +41,16 @@ class Timed:
     us: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageRecord:
-    """The record of one pipeline stage, from which the profile is assembled. ``times``: the times of ``notes.events``,
-    in order."""
+    """The full record of an iteration on one pipeline stage: the events in order, without start and duration; the
+    storages by id; the bytes in use after each event; and, once they are measured, the times of the events."""
 
     stage: int
-    notes: IterationRecord
-    times: tuple[Timed, ...]
+    events: list[Operator | Window] = field(default_factory=list)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    live: list[int] = field(default_factory=list)
+    times: Sequence[Timed] = ()
 
 
 class HostStopwatch:
@@ -162,52 +115,55 @@ def stopwatch(device: torch.device) -> HostStopwatch:
 
 
 class Storages:
-    """The storages of one iteration: the size of each and when it was freed, by number.
+    """The storages of one iteration: the size of each and when it was freed, by id.
 
     Args:
         state: tensors that exist before the iteration and outlive it.
-        in_use: returns the bytes in use on the device; None to add up the storages that were numbered.
+        in_use: returns the bytes in use on the device; None to add up the storages that have an id.
+        stage: pipeline stage of this rank, which is part of ids.
     """
 
-    def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None):
-        self.memory: list[Memory] = []
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._lasting: dict[int, int] = {}
+    def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None, stage: int = 0):
+        self.memory: dict[str, Memory] = {}
+        self._live: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._lasting: dict[int, str] = {}
         self._state = {storage._cdata: storage.nbytes() for storage in map(_storage, state) if storage is not None}
-        self._in_use, self._bytes = in_use, sum(self._state.values())
+        self._in_use, self._bytes, self._stage = in_use, sum(self._state.values()), stage
 
-    def number(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the storage of ``tensor``; None if it has none."""
+    def known(self, tensor: torch.Tensor) -> str | None:
+        """Return the id of the storage of ``tensor``; None if it has none yet."""
         storage = _storage(tensor)
         if storage is None:
             return None
         key = storage._cdata
-        if key in self._live:
-            return self._live[key][1]
-        if key in self._lasting:
-            return self._lasting[key]
-        number = len(self.memory)
-        self.memory.append(Memory(storage.nbytes()))
+        return self._live[key][1] if key in self._live else self._lasting.get(key)
+
+    def ids(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Return the ids of the storages of ``tensors``, each once; a new storage gets one."""
+        found = (self.known(tensor) or self._new(tensor) for tensor in tensors)
+        return tuple(dict.fromkeys(one for one in found if one is not None))
+
+    def _new(self, tensor: torch.Tensor) -> str | None:
+        storage = _storage(tensor)
+        if storage is None:
+            return None
+        key, name = storage._cdata, f"s{self._stage}.t{len(self.memory)}"
+        self.memory[name] = Memory(storage.nbytes())
         if key in self._state:
-            self._lasting[key] = number
+            self._lasting[key] = name
         else:
             # The weak reference prevents the address, which is the key, from being reused for another storage.
-            self._live[key] = StorageWeakRef(storage), number
+            self._live[key] = StorageWeakRef(storage), name
             self._bytes += storage.nbytes()
-        return number
-
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage of ``tensor`` already has a number."""
-        storage = _storage(tensor)
-        return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
+        return name
 
     def sweep(self, event: int) -> None:
         """Record which storages have been freed since the last call. ``event``: number of the event that begins now."""
         gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
         for key in gone:
-            _, number = self._live.pop(key)
-            self.memory[number].freed = event
-            self._bytes -= self.memory[number].bytes
+            _, name = self._live.pop(key)
+            self.memory[name].freed = event
+            self._bytes -= self.memory[name].bytes
 
     def in_use(self) -> int:
         """Return the bytes in use now."""
@@ -233,14 +189,15 @@ class Recorder(TorchDispatchMode):
         again: True while that segment is being recomputed.
         is_passing: True while operators belong to a call that runs verify as a whole; they are not recorded.
         notes: record of the last iteration that was recorded in full.
-        keys: keys of the events of the last iteration.
+        keys: keys of the events of the last iteration: the id of a wait; id and name of an operator, because experts
+            get other tokens in each iteration, so that another operator may have the same id.
     """
 
-    def __init__(self, course: ExecutionCursor, watch: HostStopwatch, storages: Callable[[], Storages]):
+    def __init__(self, course: ExecutionCursor, watch: HostStopwatch, storages: Callable[[], Storages], stage: int = 0):
         super().__init__()
-        self._course, self._watch, self._make_storages = course, watch, storages
+        self._course, self._watch, self._make_storages, self._stage = course, watch, storages, stage
         self.takes_notes = False
-        self.notes = IterationRecord()
+        self.notes = StageRecord(stage)
         self.restart()
 
     def restart(self) -> None:
@@ -250,16 +207,16 @@ class Recorder(TorchDispatchMode):
         self.keys: list[tuple] = []
         self._waits: dict[str, int] = {}
         self._segments: dict[int, tuple[object, int]] = {}
-        self._waiting: RecordedWait | None = None
+        self._waiting: Window | None = None
         self._storages = self._make_storages() if self.takes_notes else None
         if self._storages is not None:
-            self.notes = IterationRecord(memory=self._storages.memory)
-        self._used: set[int] = set()
-        self._last: ExecutedOperator | None = None
+            self.notes = StageRecord(self._stage, memory=self._storages.memory)
+        self._used: set[str] = set()
+        self._last: int | None = None
         self._watch.restart()
 
     def times(self) -> dict[tuple, Timed]:
-        """Return the times of all events of the last iteration, by the key of the event."""
+        """Return the times of all events of the last iteration, by their keys."""
         return dict(zip(self.keys, self._watch.times(), strict=True))
 
     @classmethod
@@ -280,8 +237,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **call.kwargs)
         self._watch.pause()
         if self._storages is not None:
-            for tensor in tensors_in(out):
-                self._storages.number(tensor)
+            self._storages.ids(tensors_in(out))
         self._watch.go()
         return out
 
@@ -295,7 +251,7 @@ class Recorder(TorchDispatchMode):
             kind = "dp"
         number = self._waits.get(kind, 0)
         self._waits[kind] = number + 1
-        self._waiting = RecordedWait(kind, number, dynamic)
+        self._waiting = Window(f"s{self._stage}.{kind}.{number}", 0.0, 0.0, kind, self._stage, dynamic)
         self._begins()
         self._watch.begin()
 
@@ -305,19 +261,17 @@ class Recorder(TorchDispatchMode):
             return
         self._watch.end()
         event, self._waiting = self._waiting, None
-        self._note(event)
+        self._note(key_of(event), lambda: event)
         self._watch.go()
 
     def _execute(self, call: Call) -> Any:
-        _, index = self._course.count()
+        unit, index = self._course.count()
         self._begins()
         self._watch.begin()
         out = call.func(*call.args, **call.kwargs)
         self._watch.end()
-        done = ExecutedOperator(self._course.at(call.kind.name, index))
-        if self._storages is not None:
-            self._describe(done, call, out)
-        self._note(done)
+        identity = operator_id(self._stage, unit.phase, unit.chunk, unit.microbatch, index)
+        self._note((identity, call.kind.name), lambda: self._described(identity, call, out))
         self._watch.go()
         return out
 
@@ -325,30 +279,49 @@ class Recorder(TorchDispatchMode):
         if self._storages is not None:
             self._storages.sweep(len(self.notes.events))
 
-    def _note(self, event: Event) -> None:
-        self.keys.append(event.key)
+    def _note(self, key: tuple[str, ...], event: Callable[[], Operator | Window]) -> None:
+        self.keys.append(key)
         if self._storages is not None:
-            self.notes.events.append(event)
+            self.notes.events.append(event())
             self.notes.live.append(self._storages.in_use())
 
-    def _describe(self, done: ExecutedOperator, call: Call, out: Any) -> None:
-        done.ins = self._numbers(tensors_in((call.args, call.kwargs)))
-        done.changes = list(self._numbers(tensors_in(written(call))))
-        before = len(self._storages.memory)
-        done.outs = tuple(number for number in self._numbers(tensors_in(out)) if number >= before)
-        done.rng = call.kind.random
+    def _described(self, identity: str, call: Call, out: Any) -> Operator:
+        storages, unit = self._storages, self._course.unit
+        ins = storages.ids(tensors_in((call.args, call.kwargs)))
+        # results in storages that existed before are none that executing the operator again would make
+        outs = storages.ids([tensor for tensor in tensors_in(out) if storages.known(tensor) is None])
+        segment = None
         if self.segment is not None:
-            _, done.segment = self._segments.setdefault(id(self.segment), (self.segment, len(self._segments)))
-        self._used.update(done.ins, done.outs)
-        self._last = done
+            _, number = self._segments.setdefault(id(self.segment), (self.segment, len(self._segments)))
+            segment = f"s{self._stage}.ac{number}"
+        self._used.update(ins, outs)
+        self._last = len(self.notes.events)
+        return Operator(
+            identity,
+            call.kind.name,
+            unit.phase,
+            start_us=0.0,
+            t_us=0.0,
+            in_ids=ins,
+            out_ids=outs,
+            stage=self._stage,
+            microbatch=unit.microbatch,
+            layer=self._course.layer,
+            chunk=unit.chunk,
+            mutates=storages.ids(tensors_in(written(call))),
+            rng=call.kind.random,
+            ac_segment=segment,
+        )
 
     def _overwrites(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record that a collective writes to ``tensors``. A profile does not list collectives, so the change is
         attributed to the last operator before the collective."""
-        known = [tensor for tensor in tensors if self._storages.is_known(tensor)]
         if self._last is not None:
-            self._last.changes += [n for n in self._numbers(known) if n in self._used and n not in self._last.changes]
+            last = self.notes.events[self._last]
+            changed = [name for tensor in tensors if (name := self._storages.known(tensor)) in self._used]
+            self.notes.events[self._last] = replace(last, mutates=tuple(dict.fromkeys((*last.mutates, *changed))))
 
-    def _numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        found = (self._storages.number(tensor) for tensor in tensors)
-        return tuple(dict.fromkeys(number for number in found if number is not None))
+
+def key_of(event: Operator | Window) -> tuple[str, ...]:
+    """Return the key of an event in ``Recorder.keys``, which is the same in every iteration."""
+    return (event.id, event.name) if isinstance(event, Operator) else (event.id,)

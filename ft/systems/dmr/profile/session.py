@@ -6,24 +6,25 @@ iteration that is recorded in full, timed iterations, and then the profile.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.plan.file import write_trace
+from ft.protection.contract import Layer, Trainer, Update
+from ft.systems.dmr.plan.file import read_unstable, write_trace
 from ft.systems.dmr.plan.trace import INTRA
 from ft.systems.dmr.profile.assemble import assemble, measure
-from ft.systems.dmr.profile.recorder import Recorder, StageRecord, Storages, Timed, stopwatch
+from ft.systems.dmr.profile.recorder import Recorder, StageRecord, Storages, Timed, key_of, stopwatch
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.functions import functions_of_core
 from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.unstable import read_unstable
 from ft.systems.schedule.kinds import Pipeline
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -62,40 +63,40 @@ class ProfilingEngine(Engine):
         """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
 
 
-Result = TypeVar("Result")
 WARM_UP, TIMED = 2, 5
 ITERATIONS = WARM_UP + 1 + TIMED
 """Number of training steps after which the profile is complete and the run ends."""
 
 
-class Profiling:
-    """Runs and records the iterations of a profiling run, in place of
-    ``ft.systems.dmr.runtime.protection.IterationVerifier``.
+class Profiling(Layer):
+    """The layer that runs and records the iterations of a profiling run.
 
     Args:
-        stage: pipeline stage of this rank; None: another rank records it.
+        reports: whether this rank's record is the one of its stage.
         write: assembles and writes the profile from the records of all stages, on rank 0.
         end: ends the run after the current step. All ranks call it in the same step.
     """
 
     def __init__(
         self,
-        engine: ProfilingEngine,
+        trainer: Trainer,
         recorder: Recorder,
-        stage: int | None,
+        engine: ProfilingEngine,
+        reports: bool,
         write: Callable[[Sequence[StageRecord]], None],
         end: Callable[[], None],
     ):
-        self._engine, self._recorder, self._stage, self._write, self._end = engine, recorder, stage, write, end
+        self._trainer, self._recorder, self._engine, self._reports = trainer, recorder, engine, reports
+        self._write, self._end = write, end
         self._done = 0
         self._timed: list[dict[tuple, Timed]] = []
 
-    def before_update(self) -> None:
-        """Notify the engine that the optimizer step is about to begin."""
+    def update(self, step: Callable[[], Any]) -> Any:
         if self._engine.is_active:
             self._engine.before_update()
+        return step()
 
-    def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
+    def compute(self, work: Callable[[], Update]) -> Update:
         """Run ``work``, a whole iteration, record it, and return its result. Collective in the last iteration, in which
         rank 0 collects and writes the profile.
 
@@ -106,7 +107,7 @@ class Profiling:
             result = work()
         else:
             self._recorder.takes_notes = self._done == WARM_UP
-            with self._engine.iteration(microbatches):
+            with self._engine.iteration(self._trainer.microbatches(self._trainer.batch_now)):
                 result = work()
             if self._done >= WARM_UP:
                 self._timed.append(self._recorder.times())
@@ -117,7 +118,7 @@ class Profiling:
         return result
 
     def _collect(self) -> None:
-        mine = None if self._stage is None else StageRecord(self._stage, self._recorder.notes, self._medians())
+        mine = replace(self._recorder.notes, times=self._medians()) if self._reports else None
         collected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, collected)
         if collected is not None:
@@ -130,7 +131,7 @@ class Profiling:
         noted, *timed = self._timed
         return tuple(
             _median([known[key] for known in timed if key in known] or [noted[key]])
-            for key in (event.key for event in self._recorder.notes.events)
+            for key in map(key_of, self._recorder.notes.events)
         )
 
 
@@ -138,45 +139,38 @@ def _median(times: Sequence[Timed]) -> Timed:
     return Timed(statistics.median(time.gap_us for time in times), statistics.median(time.us for time in times))
 
 
-def install(
-    path: Path,
-    chunks: Sequence,
-    optimizer: Any,
-    microbatches: int,
-    *,
-    fingerprint: Mapping[str, Any],
-    unstable: Path | None = None,
-    end: Callable[[str], None],
-) -> Profiling:
-    """Install the profiler, after model and optimizer are built. Call it on all ranks, with ``WITH_DMR`` patches.
+def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profiling:
+    """Install the profiler, after model and optimizer are built, and return its layer. Call it on all ranks, with
+    ``WITH_DMR`` patches.
 
     Args:
         path: file that rank 0 writes.
-        microbatches: microbatches of an iteration, on each rank.
-        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``).
         unstable: a file of ``ft dmr selftest``, or None.
-        end: ends the run after the current step, with a reason.
 
     Raises:
         UserError: the file ``unstable`` cannot be read.
     """
+    chunks = trainer.chunks
     device = next(chunks[0].parameters()).device
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
     # The memory of a CPU is shared with other processes.
     budget = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
     course = ExecutionCursor()
-    recorder = Recorder(course, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    recorder = Recorder(
+        course, stopwatch(device), lambda: Storages(lasting(chunks, trainer.optimizer), in_use, stage), stage
+    )
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
-    left_out = () if unstable is None else read_unstable(unstable).operators
-    pipeline = _pipeline(chunks, microbatches)
+    left_out = () if unstable is None else read_unstable(Path(unstable)).operators
+    pipeline = _pipeline(chunks, trainer.microbatches(trainer.batch))
 
     def write(records: Sequence[StageRecord]) -> None:
-        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, budget, left_out))
+        write_trace(path, assemble(records, pipeline, measure(device), trainer.fingerprint(), budget, left_out))
 
-    stage = parallel_state.get_pipeline_model_parallel_rank() if _reports_for_stage() else None
-    profiling = Profiling(engine, recorder, stage, write, lambda: end(f"the profile is complete: {path}"))
+    said = f"the profile is complete: {path}"
+    profiling = Profiling(trainer, recorder, engine, _reports_for_stage(), write, lambda: trainer.end(said))
     double_execution.listen(engine)
     return profiling
 

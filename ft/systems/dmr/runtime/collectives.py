@@ -3,7 +3,7 @@ pipeline.
 
 A collective of one rank alone cannot be executed twice. Instead:
 
-- all-reduce: all members have the same result (:class:`Reductions`), and it is the sum of their parts.
+- all-reduce: all members have the same result, and it is the sum of their parts.
 - reduce-scatter: each piece is the sum of the parts.
 - all-gather: all members have the same result, and each one's own piece is what it has put in.
 - all-to-all: the digest of each piece is the one that its sender has computed.
@@ -27,7 +27,7 @@ CheckFree+ microbatches have other orders (routes).
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from ft.systems.dmr.digest import native, writer
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD
 from ft.systems.dmr.runtime.cursor import NO_LAYER, OperatorCall
-from ft.systems.dmr.runtime.findings import DISPUTED, MESSAGE, REDUCTION, SUM, Findings, Mismatch, Rows
+from ft.systems.dmr.runtime.findings import DISPUTED, MESSAGE, REDUCTION, SUM, Findings, Mismatch
 
 _BLOCKS = {4: 1024, 2: 128}
 """Size of an element in bytes -> elements of a block. With smaller blocks smaller errors are found, and more is
@@ -73,119 +73,6 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
         return native.block_sums(blocks.float())
     magnitudes = torch.linalg.vector_norm(blocks, 1, -1, dtype=torch.float64)
     return torch.stack((blocks.sum(-1, dtype=torch.float64), magnitudes))
-
-
-class Sums:
-    """The sums of one rank in one process group and one iteration."""
-
-    def __init__(self, findings: Findings, group: dist.ProcessGroup):
-        self._findings, self._group = findings, group
-        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._parts: list[torch.Tensor] = []
-        self._results: list[torch.Tensor] = []
-        self._limits: list[tuple[float, float, float, float]] = []
-        self._places: list[OperatorCall] = []
-        self._wrong: torch.Tensor | None = None
-
-    def add(self, part: torch.Tensor, result: torch.Tensor, at: OperatorCall, *, is_mean: bool) -> None:
-        """Add a reduction that has ended.
-
-        Args:
-            part: the block sums of what this rank has put in.
-            result: what it got out: all of it, or its piece in a reduce-scatter.
-            is_mean: whether the result is the mean of the parts, not their sum.
-        """
-        self._parts.append(part)
-        self._results.append(torch.cat([_sums(blocks)[0].flatten() for blocks in _in_blocks(result, 1)]))
-        numbers = torch.finfo(result.dtype)
-        share = 1.0 / self._size if is_mean else 1.0
-        # eps is 2 u, and a mean is rounded once more; below tiny, rounding is no longer relative
-        self._limits.append(
-            (share, (self._size + 1) * numbers.eps, numbers.tiny * block_of(result) * self._size, numbers.max / 2)
-        )
-        self._places.append(at)
-
-    def compare(self) -> None:
-        """Compare the results with the sums of all ranks' parts, for the flag of ``Findings``. Collective."""
-        mine = torch.cat([part.flatten(1) for part in self._parts], dim=1)
-        dist.all_reduce(mine, group=self._group)
-        expected, first = [], 0
-        for part in self._parts:
-            _, pieces, blocks = part.shape
-            at = first + (self._rank * blocks if pieces > 1 else 0)
-            expected.append(mine[:, at : at + blocks])
-            first += pieces * blocks
-        totals, magnitudes = torch.cat(expected, dim=1)
-        found = torch.cat(self._results)
-        counts = torch.tensor([len(result) for result in self._results])
-        limits = torch.tensor(self._limits, dtype=torch.float64).repeat_interleave(counts, dim=0).to(found.device)
-        share, relative, absolute, most = limits.unbind(1)
-        is_near = (found - totals * share).abs() <= (relative + _FP64) * magnitudes * share + absolute
-        # above, a partial sum may have overflowed, which is no error; what is infinite already is verified elsewhere
-        self._wrong = ~is_near & (magnitudes < most)
-        rows = self._wrong.long()[:, None].expand(-1, 2)
-        self._findings.hint(torch.zeros_like(rows), rows)
-
-    def settle(self) -> None:
-        """Note a mismatch for each reduction with a wrong block. Synchronises with the device."""
-        if self._wrong is None:
-            return
-        wrong = self._wrong.tolist()
-        first = 0
-        for at, result in zip(self._places, self._results, strict=True):
-            bad = sum(wrong[first : first + len(result)])
-            if bad:
-                self._findings.note(Mismatch(at, SUM, note=f"{bad} of {len(result)} blocks"))
-            first += len(result)
-
-
-class Reductions:
-    """Results of one rank in one iteration, by process group."""
-
-    def __init__(self, findings: Findings):
-        self._findings = findings
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin an iteration."""
-        self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[OperatorCall]]] = {}
-        self._compared: list[tuple[dist.ProcessGroup, list[OperatorCall], torch.Tensor, torch.Tensor]] = []
-
-    def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: OperatorCall) -> None:
-        """Record the result ``tensor`` of a collective in ``group``."""
-        _, rows, places = self._rows.setdefault(group.group_name, (group, self._findings.rows(), []))
-        rows.add(tensor.detach())
-        places.append(at)
-
-    def compare(self) -> None:
-        """Compare the results within each group, for the flag of ``Findings``. All ranks of every group that has
-        results have to call it; the groups are sorted by name so that all ranks have the same order.
-        """
-        for name in sorted(self._rows):
-            group, rows, places = self._rows[name]
-            found = rows.table()
-            both = torch.stack((found, ~found))
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-            largest, smallest = both[0], ~both[1]
-            self._findings.hint(smallest, largest)
-            self._compared.append((group, places, found, (smallest != largest).any(dim=1)))
-
-    def settle(self) -> None:
-        """Note the mismatches that ``compare`` has found. A member whose result differs from that of the majority notes
-        a REDUCTION mismatch; if there is no majority, all members note a DISPUTED mismatch. Collective in every group
-        whose members have different results. Synchronises with the device."""
-        for group, places, found, differs in self._compared:
-            rows = differs.nonzero().flatten()
-            if not len(rows):
-                continue
-            ours = found[rows].contiguous()
-            all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(all_ranks, ours, group=group)
-            judged = verdicts(dist.get_rank(group), [each.tolist() for each in all_ranks])
-            for row, how in zip(rows.tolist(), judged, strict=True):
-                if how is not None:
-                    self._findings.note(Mismatch(places[row], how))
-        self._compared = []
 
 
 def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
@@ -230,23 +117,143 @@ class Begun:
     splits: Sequence[int] = ()
 
 
+class _Sum(NamedTuple):
+    """A reduction that has ended: the block sums of what this rank has put in, fp64 [2, pieces, blocks of a piece], and
+    of what it got out, fp64 [blocks]. ``limits``: by what the sums of all parts are multiplied, the relative and the
+    absolute rounding error, and the magnitude above which a partial sum may have overflowed."""
+
+    at: OperatorCall
+    part: torch.Tensor
+    result: torch.Tensor
+    limits: tuple[float, float, float, float]
+
+
+class _Group:
+    """The collectives of one rank in one process group and one iteration."""
+
+    def __init__(self, findings: Findings, group: dist.ProcessGroup):
+        self._findings, self._group = findings, group
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._equal, self._places = findings.rows(), list[OperatorCall]()
+        self._differs = torch.zeros(0, dtype=torch.bool, device=findings.device)
+        self._sums: list[_Sum] = []
+        self._wrong: torch.Tensor | None = None
+        self._pieces: list[tuple[OperatorCall, torch.Tensor, torch.Tensor]] = []
+
+    def ended(self, begun: Begun) -> None:
+        """Read the result of a collective that is complete."""
+        if begun.kind in (ALL_REDUCE, ALL_GATHER):
+            for output in begun.outputs:
+                self._equal.add(output.detach())
+                self._places.append(begun.at)
+        if begun.part is not None:
+            self._add_sum(begun.part, begun)
+        elif begun.kind == ALL_GATHER:
+            self._compare_own(begun)
+        elif begun.sent is not None:
+            self._pieces.append((begun.at, begun.sent, digests(self._findings, begun.outputs[0], begun.splits)))
+
+    def _add_sum(self, part: torch.Tensor, begun: Begun) -> None:
+        result = begun.outputs[0]
+        numbers = torch.finfo(result.dtype)
+        share = 1.0 / self._size if begun.is_mean else 1.0
+        # eps is 2 u, and a mean is rounded once more; below tiny, rounding is no longer relative
+        relative, absolute = (self._size + 1) * numbers.eps, numbers.tiny * block_of(result) * self._size
+        sums = torch.cat([_sums(blocks)[0].flatten() for blocks in _in_blocks(result, 1)])
+        self._sums.append(_Sum(begun.at, part, sums, (share, relative, absolute, numbers.max / 2)))
+
+    def _compare_own(self, begun: Begun) -> None:
+        """Compare this rank's own piece of an all-gather with what it has put in, unless both are the same memory."""
+        outputs, source = begun.outputs, begun.source
+        own = outputs[self._rank] if len(outputs) > 1 else outputs[0].reshape(self._size, -1)[self._rank]
+        if own.untyped_storage()._cdata != source.untyped_storage()._cdata:
+            self._findings.pair(begun.at, MESSAGE, [own.reshape(-1)], [source.detach().reshape(-1)])
+
+    def compare(self) -> None:
+        """Compare what was recorded with the other members' records, for the flag of ``Findings``. Collective."""
+        if self._places:
+            self._compare_equal()
+        if self._sums:
+            self._compare_sums()
+        if self._pieces:
+            places, sent, received = zip(*self._pieces, strict=True)
+            everybody = self._gathered(torch.stack(sent))
+            expected = torch.stack(everybody, dim=1)[:, :, self._rank]
+            rows = [(at, MESSAGE) for at in places for _ in everybody]
+            self._findings.tables(rows, expected.flatten(0, 1), torch.stack(received).flatten(0, 1))
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(found, mine, group=self._group)
+        return found
+
+    def _compare_equal(self) -> None:
+        found = self._equal.table()
+        both = torch.stack((found, ~found))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = both[0], ~both[1]
+        self._findings.hint(smallest, largest)
+        self._differs = (smallest != largest).any(dim=1)
+
+    def _compare_sums(self) -> None:
+        mine = torch.cat([one.part.flatten(1) for one in self._sums], dim=1)
+        dist.all_reduce(mine, group=self._group)
+        expected, first = [], 0
+        for one in self._sums:
+            _, pieces, blocks = one.part.shape
+            at = first + (self._rank * blocks if pieces > 1 else 0)
+            expected.append(mine[:, at : at + blocks])
+            first += pieces * blocks
+        totals, magnitudes = torch.cat(expected, dim=1)
+        found = torch.cat([one.result for one in self._sums])
+        counts = torch.tensor([len(one.result) for one in self._sums])
+        limits = torch.tensor([one.limits for one in self._sums], dtype=torch.float64)
+        share, relative, absolute, most = limits.repeat_interleave(counts, dim=0).to(found.device).unbind(1)
+        is_near = (found - totals * share).abs() <= (relative + _FP64) * magnitudes * share + absolute
+        # above, a partial sum may have overflowed, which is no error; what is infinite already is verified elsewhere
+        self._wrong = ~is_near & (magnitudes < most)
+        rows = self._wrong.long()[:, None].expand(-1, 2)
+        self._findings.hint(torch.zeros_like(rows), rows)
+
+    def settle(self) -> None:
+        """Note the mismatches that ``compare`` has found in results that should be equal and in sums. A member whose
+        result differs from that of the majority notes a REDUCTION mismatch; if there is no majority, all members note a
+        DISPUTED mismatch. Collective if members have different results. Synchronises with the device."""
+        rows = self._differs.nonzero().flatten()
+        if len(rows):
+            all_ranks = self._gathered(self._equal.table()[rows].contiguous())
+            judged = verdicts(self._rank, [each.tolist() for each in all_ranks])
+            for row, how in zip(rows.tolist(), judged, strict=True):
+                if how is not None:
+                    self._findings.note(Mismatch(self._places[row], how))
+        wrong, first = [] if self._wrong is None else self._wrong.tolist(), 0
+        for one in self._sums if wrong else ():
+            bad, count = sum(wrong[first : first + len(one.result)]), len(one.result)
+            if bad:
+                self._findings.note(Mismatch(one.at, SUM, note=f"{bad} of {count} blocks"))
+            first += count
+
+
+def digests(findings: Findings, tensor: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    """Return the digests of the pieces of ``tensor`` along its first dimension, int64 [pieces, 2]."""
+    rows = findings.rows()
+    for piece in tensor.detach().split(list(splits)):
+        rows.add(piece)
+    return rows.table()
+
+
 class Collectives:
     """The collectives of one rank in one iteration. ``falsify`` corrupts the result of an all-reduce in fault-injection
     experiments."""
 
     def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
         self._findings, self._falsify = findings, falsify
-        self._equal = Reductions(findings)
         self.restart()
 
     def restart(self) -> None:
         """Begin an iteration."""
-        self._equal.restart()
         self._open: list[Begun] = []
-        self._sums: dict[str, Sums] = {}
-        self._pieces: dict[
-            str, tuple[dist.ProcessGroup, list[OperatorCall], list[torch.Tensor], list[torch.Tensor]]
-        ] = {}
+        self._groups: dict[str, _Group] = {}
 
     def begin(
         self,
@@ -274,7 +281,7 @@ class Collectives:
             if source.numel():
                 begun.part = block_sums(source, 1 if kind == ALL_REDUCE else dist.get_world_size(group))
         elif kind == ALL_TO_ALL:
-            begun.sent, begun.splits = self._digests(source, splits[1]), splits[0]
+            begun.sent, begun.splits = digests(self._findings, source, splits[1]), splits[0]
         if is_coalesced:
             self._open.append(begun)
         return begun
@@ -283,21 +290,10 @@ class Collectives:
         """Read the result of a collective that is complete."""
         if begun.kind == ALL_REDUCE and self._falsify is not None:
             self._falsify(begun.outputs[0])
-        if begun.kind in (ALL_REDUCE, ALL_GATHER):
-            for output in begun.outputs:
-                self._equal.done(begun.group, output, begun.at)
-        if begun.part is not None:
-            name = begun.group.group_name
-            if name not in self._sums:
-                self._sums[name] = Sums(self._findings, begun.group)
-            self._sums[name].add(begun.part, begun.outputs[0], begun.at, is_mean=begun.is_mean)
-        elif begun.kind == ALL_GATHER:
-            self._compare_own(begun)
-        elif begun.kind == ALL_TO_ALL:
-            _, places, sent, received = self._pieces.setdefault(begun.group.group_name, (begun.group, [], [], []))
-            places.append(begun.at)
-            sent.append(begun.sent)
-            received.append(self._digests(begun.outputs[0], begun.splits))
+        name = begun.group.group_name
+        if name not in self._groups:
+            self._groups[name] = _Group(self._findings, begun.group)
+        self._groups[name].ended(begun)
 
     def end_in(self, tensors: Iterable[torch.Tensor]) -> None:
         """Read the results of all collectives that write into the memory of ``tensors``, and that are complete."""
@@ -321,38 +317,14 @@ class Collectives:
         it; groups are sorted by name so that all ranks have the same order."""
         self.finish()
         self._findings.unverified += len(self._open)
-        self._equal.compare()
-        for name in sorted(self._sums):
-            self._sums[name].compare()
-        for name in sorted(self._pieces):
-            group, places, sent, received = self._pieces[name]
-            mine = torch.stack(sent)
-            everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(everybody, mine, group=group)
-            expected = torch.stack(everybody, dim=1)[:, :, dist.get_rank(group)]
-            rows = [(at, MESSAGE) for at in places for _ in everybody]
-            self._findings.tables(rows, expected.flatten(0, 1), torch.stack(received).flatten(0, 1))
+        for name in sorted(self._groups):
+            self._groups[name].compare()
 
     def settle(self) -> None:
         """Note the mismatches that ``compare`` has found in all-reduces, reduce-scatters and all-gathers. Collective in
         groups whose members have different results. Synchronises with the device."""
-        self._equal.settle()
-        for name in sorted(self._sums):
-            self._sums[name].settle()
-
-    def _compare_own(self, begun: Begun) -> None:
-        """Compare this rank's own piece of an all-gather with what it has put in, unless both are the same memory."""
-        rank, size = dist.get_rank(begun.group), dist.get_world_size(begun.group)
-        own = begun.outputs[rank] if len(begun.outputs) > 1 else begun.outputs[0].reshape(size, -1)[rank]
-        if own.untyped_storage()._cdata != begun.source.untyped_storage()._cdata:
-            self._findings.pair(begun.at, MESSAGE, [own.reshape(-1)], [begun.source.detach().reshape(-1)])
-
-    def _digests(self, tensor: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-        """Return the digests of the pieces of ``tensor`` along its first dimension, int64 [pieces, 2]."""
-        rows = self._findings.rows()
-        for piece in tensor.detach().split(list(splits)):
-            rows.add(piece)
-        return rows.table()
+        for name in sorted(self._groups):
+            self._groups[name].settle()
 
 
 SENT_FORWARD, RECEIVED_FORWARD, SENT_BACKWARD, RECEIVED_BACKWARD = range(4)
@@ -376,11 +348,7 @@ class Messages:
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
         """Note the routes of the microbatches in this iteration, where stages have one model chunk each: for each
-        microbatch, the stages in the order in which it passes them.
-
-        Args:
-            ways: for each microbatch, the stages in the order in which it passes them.
-        """
+        microbatch, the stages in the order in which it passes them."""
         self._ways = ways
 
     def record(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:

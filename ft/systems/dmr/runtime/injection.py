@@ -162,11 +162,9 @@ def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
 def force_bit(tensor: torch.Tensor, element: int, bit: int, value: int) -> bool:
     """Set a bit of an element to ``value``; return whether that changed it."""
     word = word_at(tensor, element)
-    mask = _mask(word.dtype, bit)
-    is_set = bool((word & mask).item())
-    if is_set == bool(value):
+    if bool((word & _mask(word.dtype, bit)).item()) == bool(value):
         return False
-    word.bitwise_xor_(mask)
+    flip_bit(tensor, element, bit)
     return True
 
 

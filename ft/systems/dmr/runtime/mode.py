@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.plan.trace import PIGGYBACK
+from ft.systems.dmr.plan.trace import PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings, Rows
 from ft.systems.dmr.runtime.operators import (
@@ -30,7 +30,7 @@ from ft.systems.dmr.runtime.operators import (
 )
 from ft.systems.dmr.runtime.queue import Execution, Queue
 from ft.systems.dmr.runtime.segments import Segment
-from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Decision, Strategy
+from ft.systems.dmr.runtime.strategy import DEFERRED, Decision, Strategy
 
 if TYPE_CHECKING:
     from ft.systems.dmr.runtime.injection import Falsifier
@@ -122,7 +122,7 @@ class DoubleExecution(TorchDispatchMode):
         elif decision.set == PIGGYBACK:
             out = execute(func, args, kwargs)
             self._with_recomputation(call, out, index)
-        elif decision.set == SKIPPED:
+        elif decision.set == UNCHECKED:
             if self.segment is not None:
                 self.segment.unchecked()
             return execute(func, args, kwargs)

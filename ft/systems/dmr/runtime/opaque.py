@@ -31,11 +31,11 @@ import torch
 from ft.base.errors import UserError
 from ft.state.snapshot import rng
 from ft.systems.dmr.digest import same
-from ft.systems.dmr.plan.trace import PIGGYBACK
+from ft.systems.dmr.plan.trace import PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.findings import AT_ONCE, BEFORE, RECOMPUTATION, Mismatch
 from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY
 from ft.systems.dmr.runtime.strategy import AT_ONCE as TWICE
-from ft.systems.dmr.runtime.strategy import SKIPPED, WITH_RECOMPUTATION
+from ft.systems.dmr.runtime.strategy import WITH_RECOMPUTATION
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType, Enum, type)
 _FOREIGN = ("torch", "builtins", "threading", "_thread", "logging", "ctypes", "numpy")
@@ -387,7 +387,7 @@ class OpaqueCalls:
             if not self._compares:
                 return run()
             if name in self._left_out:
-                mode.count(SKIPPED)
+                mode.count(UNCHECKED)
                 if mode.segment is not None:
                     mode.segment.unchecked()
                 return run()

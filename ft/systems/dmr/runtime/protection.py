@@ -7,8 +7,8 @@ of the run if there is one; so is a fall of the share of operators that are veri
 
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,18 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, ReplaceNodeError, UserError
 from ft.platform import devices
-from ft.protection.contract import StepUndone
-from ft.protection.undo import Undo
+from ft.protection.contract import Layer, StepUndone, Trainer, Update
+from ft.protection.undo import SharedCopy, Undo
+from ft.systems.dmr.digest import digest
 from ft.systems.dmr.plan.trace import SETS, UNCHECKED
 from ft.systems.dmr.runtime import suspects
 from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.findings import Rows
 from ft.systems.dmr.runtime.opaque import OPAQUE
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
 
+_SEED = 0
+"""Seed of the digests by which worlds compare their tensors; their runs may have different fingerprints."""
 UNVERIFIED = "unverified"
 PARTS = 1_000_000
 _TOLERANCE = PARTS // 1000
@@ -56,9 +60,6 @@ class Coverage:
         return before if has_moved and before is not None and self.share < before else None
 
 
-Result = TypeVar("Result")
-
-
 class CorruptionError(FtError):
     """An iteration was wrong repeatedly, and either the rank at fault is unknown or no standby can replace it."""
 
@@ -89,8 +90,9 @@ _OF_WRONG_NUMBERS = (IndexError, ValueError)
 """Exceptions that a corrupted index or size is likely to raise."""
 
 
-class IterationVerifier:
-    """Runs the iterations of one rank with DMR, and repeats an iteration that was computed wrongly.
+class IterationVerifier(Layer):
+    """The layer of double execution: runs the iterations of one rank with DMR, repeats an iteration that was computed
+    wrongly, and verifies a step also before its gradients go to other worlds.
 
     Args:
         undo: keeps a copy of the state before an iteration, and restores it.
@@ -101,21 +103,38 @@ class IterationVerifier:
         coverage: of the last iteration, on the rank with the least.
     """
 
-    def __init__(self, engine: Engine, undo: Undo, witness: "FindingReporter", limits: Limits, strategy: str):
-        self.engine, self.undo, self._witness, self._limits = engine, undo, witness, limits
+    verifies = True
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        undo: Undo,
+        witness: "FindingReporter",
+        limits: Limits,
+        strategy: str,
+    ):
+        self._trainer, self.engine, self.undo, self._witness, self._limits = trainer, engine, undo, witness, limits
         self._strategy: str | None = strategy
         self._memory = suspects.Memory(limits.memory)
         self.coverage = Coverage()
         self._missing = 0
         self._step, self._has_shared, self._was_wrong = 0, False, False
 
-    def verify(self) -> None:
-        """Verify everything that the ranks of this world have computed so far, before other worlds get its gradients.
-        All ranks have to call it. Outside of an iteration it does nothing.
+    def gets_copy(self, copy: SharedCopy) -> None:
+        self.undo.share(copy)
 
-        Raises:
-            FtError: a rank has found a mismatch. ``run_iteration`` handles it.
-        """
+    def metrics(self) -> dict[str, float]:
+        return {"dmr_coverage": self.coverage.share}
+
+    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self.engine.unwatched():
+            rows = Rows(self.engine.findings.device, _SEED)
+            for tensor in tensors:
+                rows.add(tensor)
+            return digest(rows.table(), _SEED)
+
+    def verify(self) -> None:
         if not self.engine.is_active:
             return
         with self.engine.unwatched():
@@ -125,13 +144,13 @@ class IterationVerifier:
         self.engine.passed()
         self._has_shared = True
 
-    def before_update(self) -> None:
-        """Finish the deferred verifications and the copy of the state. Called before the optimizer step."""
+    def update(self, step: Callable[[], Any]) -> Any:
         if self.engine.is_active:
             self.engine.before_update()
             self.undo.wait()
+        return step()
 
-    def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
+    def compute(self, work: Callable[[], Update]) -> Update:
         """Run ``work``, a whole iteration, until it has been computed correctly, and return the result of the correct
         attempt. All ranks have to call it.
 
@@ -143,6 +162,8 @@ class IterationVerifier:
             InterruptedStepError: ``work`` raised an exception that corrupted values may have caused, and a standby can
                 replace ranks.
         """
+        step = self._trainer.step + 1
+        microbatches = self._trainer.microbatches(self._trainer.batch_now)
         attempts: list[Reports] = []
         self._step = step
         while True:
@@ -167,7 +188,7 @@ class IterationVerifier:
                 self._remember(step, attempts)
                 raise StepUndone(f"step {step} was computed wrongly after its gradients were sent")
 
-    def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
+    def _attempt(self, step: int, work: Callable[[], Update]) -> Update:
         """Run ``work`` once. A corrupted index or size may raise an exception before the corrupted operator is
         verified. If that is likely, raise a recoverable error, so that hot-swap recovery repeats the step with the same
         workers and replaces a worker only if the error persists."""

@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +34,8 @@ from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
 from ft.systems.dmr.runtime.operators import Call, execute_again, results, tensors_in
 from ft.systems.dmr.runtime.strategy import Decision, Segment
+
+_T = TypeVar("_T")
 
 
 def current(tensors: Sequence[torch.Tensor]) -> "torch.cuda.Stream | None":
@@ -173,20 +175,21 @@ class Entry:
 def entry(done: Execution, due: int) -> Entry:
     """Return the entry of an operator that has just been executed."""
     at, (kind, func, args, kwargs), out, state = done
-    call = Call(kind, func, _handles(args), _handles(kwargs))
+    call = Call(kind, func, *mapped(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
     outs = [tensor.detach() for tensor in tensors_in(out)]
     kept = tensors_in((call.args, call.kwargs, outs))
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
     return Entry(Execution(at, call, outs, state), [tensor._version for tensor in kept], storages, due, current(kept))
 
 
-def _handles(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
+def mapped(kind: type[_T], change: Callable[[_T], Any], value: Any) -> Any:
+    """Return arguments with ``change(x)`` in place of each x of a kind; lists, tuples and dicts are searched."""
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(_handles(each) for each in value)
+        return type(value)(mapped(kind, change, each) for each in value)
     if isinstance(value, dict):
-        return {name: _handles(each) for name, each in value.items()}
+        return {name: mapped(kind, change, each) for name, each in value.items()}
     return value
 
 
@@ -286,6 +289,10 @@ class _Made(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    def among(self, made: Mapping[int, Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Return the tensor, given the results of each step."""
+        return made[self.step][self.out].as_strided(self.size, self.stride, self.offset)
+
 
 class Replay:
     """One AGC segment in one iteration: records its operators, and replays them later.
@@ -319,7 +326,7 @@ class Replay:
         means and replayed only to produce its outputs."""
         at, (kind, func, args, kwargs), out, state = done
         self._streams.add(current(tensors_in((args, kwargs, out))))
-        step = Call(kind, func, self._refer(args), self._refer(kwargs))
+        step = Call(kind, func, *mapped(torch.Tensor, self._refer, (args, kwargs)))
         self._steps.append((Execution(at, step, None, state), compares))
         for number, tensor in enumerate(tensors_in(out)):
             storage = tensor.untyped_storage()
@@ -355,7 +362,7 @@ class Replay:
         found = self._findings.rows()
         for number, (step, compares) in enumerate(self._steps):
             kind, func, args, kwargs = step.call
-            call = Call(kind, func, _resolve(args, made), _resolve(kwargs, made))
+            call = Call(kind, func, *mapped(_Made, lambda one: one.among(made), (args, kwargs)))
             outs = results(call, execute_again(call, step.state))
             if compares and disturb is not None:
                 disturb(step.at, outs)
@@ -372,51 +379,26 @@ class Replay:
         """Return number of a step -> numbers of the steps whose results are used by this step and by no later step."""
         last = {number: number for number in range(len(self._steps))}
         for number, (step, _) in enumerate(self._steps):
-            for reference in _references((step.call.args, step.call.kwargs)):
-                last[reference.step] = number
+            used: list[_Made] = []
+            mapped(_Made, used.append, (step.call.args, step.call.kwargs))
+            last |= {one.step: number for one in used}
         found: dict[int, list[int]] = {}
         for step, user in last.items():
             found.setdefault(user, []).append(step)
         return found
 
-    def _refer(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            maker = self._makers.get(value.untyped_storage()._cdata)
-            if maker is not None and maker[3] == value.dtype:
-                _, step, out, _ = maker
-                return _Made(step, out, tuple(value.shape), value.stride(), value.storage_offset())
-            kept = value.detach()
-            self._kept[id(kept)] = (kept, kept._version)
-            storage = value.untyped_storage()
-            if storage._cdata not in self._counted:
-                self._counted.add(storage._cdata)
-                self.nbytes += storage.nbytes()
-            return kept
-        if isinstance(value, tuple | list):
-            return type(value)(self._refer(each) for each in value)
-        if isinstance(value, dict):
-            return {name: self._refer(each) for name, each in value.items()}
-        return value
-
-
-def _resolve(value: Any, made: dict[int, list[torch.Tensor]]) -> Any:
-    if isinstance(value, _Made):
-        return made[value.step][value.out].as_strided(value.size, value.stride, value.offset)
-    if isinstance(value, tuple | list):
-        return type(value)(_resolve(each, made) for each in value)
-    if isinstance(value, dict):
-        return {name: _resolve(each, made) for name, each in value.items()}
-    return value
-
-
-def _references(value: Any) -> list[_Made]:
-    if isinstance(value, _Made):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [one for each in value for one in _references(each)]
-    if isinstance(value, dict):
-        return _references(tuple(value.values()))
-    return []
+    def _refer(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        maker = self._makers.get(storage._cdata)
+        if maker is not None and maker[3] == tensor.dtype:
+            _, step, out, _ = maker
+            return _Made(step, out, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        kept = tensor.detach()
+        self._kept[id(kept)] = (kept, kept._version)
+        if storage._cdata not in self._counted:
+            self._counted.add(storage._cdata)
+            self.nbytes += storage.nbytes()
+        return kept
 
 
 class Queue:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.check import recomputed, replayed
 from ft.systems.dmr.plan.trace import (
     CLOSE_US,
     D_INTER,
@@ -95,8 +94,7 @@ class Decision:
 
 
 DEFERRED = (D_INTER, D_INTRA)
-SKIPPED = UNCHECKED
-AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(SKIPPED)
+AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(UNCHECKED)
 
 
 class Segment(NamedTuple):
@@ -156,10 +154,10 @@ class Planned(Strategy):
             known = ", ".join(map(str, plan.trace.stages))
             raise UserError(f"the DMR plan has no operators of stage {stage}, only of stages {known}", "plan this run")
         starts = sorted(op.start_us for op in ops)
-        windows = {window.id: window for window in plan.trace.windows if window.stage == stage}
         due = {
-            name: None if window.dynamic else bisect.bisect_left(starts, window.start_us - CLOSE_US)
-            for name, window in windows.items()
+            window.id: None if window.dynamic else bisect.bisect_left(starts, window.start_us - CLOSE_US)
+            for window in plan.trace.windows
+            if window.stage == stage
         }
         self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
         for ordinal, op in enumerate(ops, 1):
@@ -202,14 +200,11 @@ class Planned(Strategy):
         return decision
 
     def _plan_replays(self, plan: Plan, stage: int, due: Mapping[str, int | None]) -> None:
-        by_id, again = {op.id: op for op in plan.trace.ops}, recomputed(plan.trace)
-        for segment in plan.segments.values():
-            ops = [by_id[name] for name in segment.ops]
-            if ops[0].stage != stage:
+        for name, segment in plan.segments.items():
+            if segment.window not in due:  # of another stage
                 continue
-            made = replayed(segment, ops, again)
-            for op in made:
-                self.helpers.setdefault(op.id, []).append(segment.id)
-            checked = (op for op in (*ops, *made) if plan.assign[op.id].set != UNCHECKED)
-            size = sum(op.name not in self._unstable for op in checked)
-            self.replays[segment.id] = Segment(size, due[segment.window] or 0)
+            for op in segment.again:
+                self.helpers.setdefault(op, []).append(name)
+            checked = (op for op in (*segment.ops, *segment.again) if plan.assign[op].set != UNCHECKED)
+            size = sum(plan.trace.op_by_id[op].name not in self._unstable for op in checked)
+            self.replays[name] = Segment(size, due[segment.window] or 0)

@@ -1,9 +1,11 @@
-"""Implement the commands ``ft dmr plan`` (make a plan from a profile and a memory budget) and ``ft dmr explain`` (print
-how a plan file verifies operators, what that costs, and why).
+"""Implement the commands ``ft dmr profile`` (run a training command for a few iterations and write a profile), ``ft dmr
+plan`` (make a plan from a profile and a memory budget) and ``ft dmr explain`` (print how a plan file verifies
+operators, what that costs, and why).
 """
 
 import argparse
 import json
+import subprocess
 from collections.abc import Collection
 from pathlib import Path
 
@@ -12,13 +14,18 @@ from msgspec.structs import replace
 from ft.base.errors import UserError
 from ft.base.quantities import argument, size
 from ft.show.text import table
-from ft.systems.dmr.plan.file import read_plan, read_trace, write_plan
+from ft.systems.dmr.plan.file import read_plan, read_trace, read_unstable, write_plan
 from ft.systems.dmr.plan.planner import PHASES, Options, plan
-from ft.systems.dmr.plan.text import as_text, as_values
+from ft.systems.dmr.plan.text import as_text, as_values, gigabytes
 from ft.systems.dmr.plan.trace import INTER, INTRA, Plan, Trace
-from ft.systems.dmr.unstable import read_unstable
 
-_DESCRIPTION = """\
+_PROFILE_DESCRIPTION = """\
+Run a training command for a few iterations, and record which operators each pipeline stage executes, how long they
+take, where the stage waits for others, and how much memory it uses. ft dmr plan reads the result. The command must
+be that of the run, torchrun ... pretrain_gpt.py ... or ft run ..., with as many ranks: a plan for another model,
+layout or batch is rejected. The profiling run saves no checkpoint and writes no metrics."""
+_FLAG = "--ft-dmr-profile"
+_PLAN_DESCRIPTION = """\
 Decide for every operator of a profile how it is verified, in three phases (SpareTrain): with the recomputation of
 activation checkpointing; one segment of each block in windows between a stage's units; single operators in the
 remaining time of windows. All other operators are verified at once. The plan exceeds neither the windows nor the
@@ -26,16 +33,78 @@ memory budget."""
 
 
 def add_parser(subparsers) -> None:
-    """Add ``plan`` and ``explain`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    """Add ``profile``, ``plan`` and ``explain`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    _add_profile(subparsers)
     _add_plan(subparsers)
     _add_explain(subparsers)
+
+
+def _add_profile(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "profile",
+        help="record the operators of a run, how long they take, and where the run waits",
+        usage="ft dmr profile --out FILE -- COMMAND ...",
+        description=_PROFILE_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", metavar="FILE", required=True, help="write the profile to this file")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the run's command")
+    parser.set_defaults(main=run_profile)
+
+
+def run_profile(given: argparse.Namespace) -> int:
+    """Run the training command, print a summary of its profile, and return the exit code of the command.
+
+    Raises:
+        UserError: no command is given, the folder of the profile does not exist, or the command cannot be started or
+            has written no profile.
+    """
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command:
+        raise UserError("ft dmr profile is given no command to run", "ft dmr profile --out FILE -- torchrun ...")
+    path = Path(given.out).absolute()
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}", "choose another path for --out")
+    before = _stamp(path)
+    try:
+        code = subprocess.run([*command, _FLAG, str(path)], check=False).returncode
+    except OSError as error:
+        raise UserError(
+            f"{command[0]} cannot be started: {error.strerror}", "give the run's command after --"
+        ) from error
+    if code:
+        return code
+    if _stamp(path) == before:
+        problem = "the command has ended with code 0, but has written no profile"
+        raise UserError(problem, f"the last argument goes to pretrain_gpt.py, which understands {_FLAG} FILE")
+    print(_summary(read_trace(path), path))
+    return 0
+
+
+def _stamp(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _summary(trace: Trace, path: Path) -> str:
+    pipeline = trace.pipeline
+    end = max((op.end_us for op in trace.ops), default=0.0)
+    shape = f"{pipeline.stages} stages, {pipeline.microbatches} microbatches, {end / 1e3:.1f} ms"
+    lines = [f"profile of one iteration: {shape}; {gigabytes(path.stat().st_size)} in {path}"]
+    for stage in trace.stages:
+        ops = [op for op in trace.ops if op.stage == stage]
+        busy = sum(op.t_us for op in ops) / 1e3
+        idle = sum(window.dur_us for window in trace.windows if window.stage == stage) / 1e3
+        count = sum(window.stage == stage for window in trace.windows)
+        peak = gigabytes(trace.memory.peak(stage))
+        lines.append(f"  stage {stage}: {len(ops)} operators {busy:.1f} ms, {count} windows {idle:.1f} ms, peak {peak}")
+    return "\n".join([*lines, f"next: ft dmr plan {path} --memory-budget SIZE --out plan.json"])
 
 
 def _add_plan(subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="plan from a profile when each operator is verified",
-        description=_DESCRIPTION,
+        description=_PLAN_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("profile", metavar="PROFILE", help="profile that ft dmr profile has written")

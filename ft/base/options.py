@@ -15,9 +15,11 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Literal
+
+from ft.base.errors import Problem, UserError
 
 
 def flag(
@@ -28,6 +30,7 @@ def flag(
     parse=None,
     choices: tuple | None = None,
     repeats: bool = False,
+    least: int | None = None,
 ):
     """Return a dataclass field whose flag is spelt differently from its name, or parsed specially.
 
@@ -38,11 +41,37 @@ def flag(
         parse: callable that converts one command-line word into the value.
         choices: the allowed values, if the annotation does not say them.
         repeats: (lists) the flag may be given several times, and all its values count.
+        least: the smallest number that the flag takes.
     """
     meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse, "choices": choices, "repeats": repeats}
+    meta["least"] = least
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
+
+
+class Topic:
+    """Base of the option dataclasses.
+
+    Raises:
+        UserError: a value is impossible, or two values contradict each other.
+    """
+
+    def __post_init__(self):
+        problems = [*_too_small(self), *self.contradictions()]
+        if problems:
+            raise UserError.of(problems)
+
+    def contradictions(self) -> Iterable[Problem]:
+        """Fill in what follows from other flags; return (problem, fix) of values that do not go together."""
+        return ()
+
+
+def _too_small(options: Topic) -> Iterator[Problem]:
+    for f in fields(options):
+        value, least = getattr(options, f.name), f.metadata.get("least")
+        if least is not None and isinstance(value, int | float) and value < least:
+            yield f"--{f.name.replace('_', '-')} is {value}", f"give at least {least}"
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:

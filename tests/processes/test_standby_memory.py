@@ -1,0 +1,204 @@
+"""The memory that a standby keeps ready: what is touched, when it is refused, and that it is used afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from control_world import World, only, opened
+
+from ft.job import messages as m
+from ft.state.layout import Table
+from ft.state.snapshot.buffers import PingPong, Slot, Spare, Status
+from ft.worker.standby import Memory, available_memory
+
+MIB = 1 << 20
+TABLES = {"owned": Table.of({"a": torch.zeros(3 * MIB)}), "replicated": Table.of({"b": torch.zeros(MIB)})}
+HEAP, SNAPSHOT = 200 * MIB, 40 * MIB
+
+FAULTS = """
+import json, resource, sys
+import torch
+from ft.job.messages import Reserve
+from ft.worker.standby import Memory, private_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def build():
+    before = faults()
+    made = [torch.zeros(12 << 20) for _ in range(4)]  # 48 MiB each
+    return faults() - before, made
+
+memory, found = Memory(lambda: 1 << 40), {}
+if sys.argv[1] != "cold":
+    before = private_memory()
+    memory.want(Reserve(200 << 20, 0))
+    pieces = 0
+    while memory.is_wanted and not (sys.argv[1] == "interrupted" and pieces == 6):
+        memory.touch()
+        pieces += 1
+    found["touched"] = private_memory() - before
+    memory.take()
+found["faults"], made = build()
+memory.end()
+del made
+found["later"] = build()[0]
+found["kept"] = private_memory()
+print(json.dumps(found))
+"""
+
+
+def built(how: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, timeout=300, check=True)
+    return json.loads(done.stdout)
+
+
+def test_what_is_built_afterwards_touches_no_new_pages():
+    cold, warm, part = built("cold"), built("warm"), built("interrupted")
+    pages = 192 * MIB // os.sysconf("SC_PAGE_SIZE")
+    assert cold["faults"] > 0.8 * pages, cold
+    assert warm["touched"] > 0.98 * HEAP and warm["faults"] < 0.02 * pages, warm
+    assert warm["later"] > 0.8 * pages, "the allocator works as usual again"
+    assert part["touched"] < HEAP and part["faults"] < 0.6 * pages, part
+
+
+def test_memory_is_kept_ready_only_where_there_is_twice_as_much():
+    told = []
+    for left in (2 * (HEAP + SNAPSHOT) - 1, 2 * (HEAP + SNAPSHOT)):
+        memory = Memory(lambda left=left: left)
+        told.append((memory.want(m.Reserve(0, HEAP + SNAPSHOT)), memory.is_wanted))
+    (short, none), (enough, some) = told
+    assert not none and short == "no memory is kept ready: 240 MiB are needed, and the node has 479 MiB left"
+    assert some and enough == "kept ready for a logical rank: 0 MiB of heap, 240 MiB for a snapshot"
+
+
+def test_touching_ends_when_others_have_taken_the_memory():
+    left = [8 * SNAPSHOT, 8 * SNAPSHOT, 8 * SNAPSHOT, MIB]
+    memory = Memory(lambda: left.pop(0))
+    memory.want(m.Reserve(0, SNAPSHOT))
+    while memory.is_wanted:
+        memory.touch()
+    spare = memory.take()
+    assert not left and spare.touched == 32 * MIB < spare.nbytes
+
+
+def test_a_second_order_and_one_of_nothing_change_nothing():
+    memory = Memory(lambda: 1 << 40)
+    assert memory.want(m.Reserve(0, 0)) == "" and not memory.is_wanted and memory.take() is None
+    assert memory.want(m.Reserve(0, SNAPSHOT))
+    assert memory.want(m.Reserve(0, 2 * SNAPSHOT)) == ""
+    while memory.is_wanted:
+        memory.touch()
+    spare = memory.take()
+    assert spare.touched == spare.nbytes < 2 * SNAPSHOT and memory.take() is None
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    assert available_memory(meminfo, tmp_path) == 4000 << 10
+    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(meminfo, tmp_path) == 4000 << 10
+    (tmp_path / "memory.max").write_text("3000000\n")
+    assert available_memory(meminfo, tmp_path) == 2_000_000
+    assert available_memory(cgroup=tmp_path) > 0
+
+
+def fill(slot: Slot) -> None:
+    for number, part in enumerate(slot.parts.values()):
+        for tensor in part.tensors():
+            tensor.fill_(number + 1)
+        for index in range(len(part.checksums)):
+            part.seal(index)
+
+
+@pytest.mark.parametrize("nbytes", [16 * MIB, 8 * MIB])
+def test_a_snapshot_is_received_into_the_memory_if_it_is_large_enough_and_can_be_inherited(nbytes):
+    own = PingPong()
+    spare = own.spare = Spare(nbytes)
+    while spare.touched < spare.nbytes:
+        spare.touch(MIB)
+    slot = own.begin(5, 0, TABLES)
+    assert own.spare is None and (slot.file.spare is spare) is (nbytes == 16 * MIB)
+    fill(slot)
+    slot.set_meta(b"meta")
+    own.commit(slot)
+    other = own.begin(6, 0, TABLES)
+    assert other is not slot and other.file.spare is None, "it serves one slot"
+    found = Slot.inherited(os.dup(slot.file.fd))
+    assert found.status is Status.COMPLETE and found.step == 5 and found.damage() is None
+    assert [float(part.tensors()[0][-1]) for part in found.parts.values()] == [1.0, 2.0]
+
+
+def test_the_memory_is_freed_with_the_slots():
+    own, spare = PingPong(), Spare(16 * MIB)
+    kept = weakref.ref(spare)
+    own.spare = spare
+    del spare
+    own.close()
+    assert kept() is None
+
+
+def footprints(world: World, *found: tuple[int, int]) -> list:
+    """Begin training with workers of these footprints; return the orders, with the standbys ready."""
+    world.join()
+    epoch = opened(world.start_workers()).epoch
+    made = []
+    for rank, footprint in enumerate(found):
+        made += world.say(m.WorkerResumed(world.worker(rank), epoch, 0, *footprint))
+    for name in world.start_spawned(made):
+        made += world.ready(name)
+    return made
+
+
+def reserved(orders: list) -> list:
+    return [order for order in orders if isinstance(order, m.Reserve)]
+
+
+def test_each_standby_is_told_once_what_the_largest_rank_needs():
+    world = World(world_size=2)
+    made = footprints(world, (700, 90), (500, 100))
+    assert reserved(made) == [m.Reserve(700, 100)]
+    world.beat(6)
+    world.kill(1)
+    world.release()
+    world.arrive()
+    world.repair()
+    made = [
+        order
+        for rank in (0, 1)
+        for order in world.say(m.WorkerResumed(world.worker(rank), world.state.epoch, world.state.step, 5000, 100))
+    ]
+    assert not reserved(made), "the standby that was told has a seat now"
+    (name,) = world.start_spawned(made)
+    assert reserved(world.ready(name)) == [m.Reserve(700, 100)], "a joiner's heap is not counted"
+
+
+def test_nothing_is_kept_ready_where_nothing_is_known():
+    assert not reserved(footprints(World(world_size=2), (0, 0), (0, 0)))
+
+
+def test_the_ranks_whose_models_are_as_they_were_are_named_in_the_repair():
+    world = World(world_size=4).run()
+    world.kill(1)
+    live = {rank: replace(world.holdings(rank), live=5) for rank in (0, 2)}
+    made = world.release(holdings=live) + world.arrive()
+    assert only(made, m.Repair).live == [0, 2]
+
+
+def test_a_piece_takes_little_time():
+    memory = Memory(lambda: 1 << 40)
+    memory.want(m.Reserve(0, SNAPSHOT))
+    took = []
+    while memory.is_wanted:
+        began = time.thread_time()
+        memory.touch()
+        took.append(time.thread_time() - began)
+    assert len(took) > 1 and min(took) < 0.5, took
