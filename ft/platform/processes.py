@@ -5,10 +5,11 @@ process registers a handler of :mod:`faulthandler` for a real-time signal (:func
 in C, without the lock, and writes the Python calls of the thread that gets the signal into a file in memory, which
 another process opens through /proc. So it works while storage hangs. It costs nothing before the signal comes.
 
-The signal goes to one thread after another. Whoever asks cannot know that the lock is held: the process may only be
-slow, and then a handler that writes the calls of all threads reads what other threads free meanwhile, and ends the
-process by SIGSEGV (one of some 20 signals did where threads began and ended all the time). That handler is used, with a
-second signal, only where the main thread waits in the kernel for a device and can handle no signal.
+The signal goes to the main thread, and then to one other after another. Whoever asks cannot know that the lock is held:
+the process may only be slow, and then a handler that writes the calls of all threads reads what other threads free
+meanwhile, and ends the process by SIGSEGV (one of some 20 signals did where threads began and ended all the time). That
+handler is used, with a second signal, only where the main thread waits in the kernel for a device and can handle no
+signal.
 
 The default action of the signal would kill the process, and its handler could be that of a program which has registered
 one later. So the signal is sent only to a process that has said that it has registered, still has the file, and has a
@@ -19,6 +20,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import time
 from collections import deque
@@ -359,6 +361,9 @@ _SIGNALS = range(50, 40, -1)
 """Signals that may be used: real-time signals that neither C libraries nor common runtimes use."""
 _LIMIT_S, _PAUSE_S = 0.2, 0.005
 _OWN_STACK = "Stack (most recent call first):"
+_UNDISTURBED = re.compile(r"R|S .*(futex|nanosleep)")
+"""Where a thread is (:func:`tasks`) that does not notice a signal. A wait for a connection would end with EINTR, which
+the main thread's program handles, as Python does, and a library's own thread may not."""
 _LONGEST = 1 << 20
 """Maximum length of the stacks, in bytes."""
 
@@ -453,13 +458,13 @@ class _Reader:
     Attributes:
         file: as passed.
         text: the stacks, each below a line with the identifier of its thread.
-        is_done: whether all threads were asked.
+        is_done: whether all threads were asked that a signal does not disturb.
     """
 
     def __init__(self, pid: int, handler: Handler, file: int):
         self._pid, self._handler, self.file = pid, handler, file
         self._at, self._written = os.fstat(file).st_size, b""
-        self._left = [thread for _, thread, _ in tasks(pid) if thread != pid]
+        self._left = [thread for _, thread, where in tasks(pid) if thread != pid and _UNDISTURBED.match(where)]
         self._thread, self._is_first, self.is_done, self.text = handler.thread, True, False, ""
         if state(pid) == "D":
             send(pid, handler.everybody)

@@ -220,6 +220,12 @@ MODES: list[Mode] = [
         "CUDA graphs keep the communicators that a recovery aborts, and an interrupted step leaves graphs between "
         "their forward and their backward pass",
     ),
+    Mode(
+        ("--use-torch-fsdp2",),
+        (REPLICAS, STAGES, *_TWICE),
+        "it shards parameters and gathers them in hooks of the layers, which only hot-swap knows",
+        "use --use-distributed-optimizer",
+    ),
     Mode(("--tp-comm-overlap",), (HOT_SWAP,), "its buffers cannot be connected to a new process"),
     Mode(
         ("--moe-token-dispatcher-type",),

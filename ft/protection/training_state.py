@@ -109,7 +109,8 @@ def _of_chunks(chunks: Sequence[Any]) -> Iterator[Problem]:
         yield "there are no model chunks to protect", "give ft.protect the list of this rank's model chunks"
     for number, chunk in enumerate(chunks):
         held = chunk.named_parameters() if isinstance(chunk, torch.nn.Module) else ()
-        if split := [name for name, parameter in held if isinstance(parameter, DTensor)]:
+        split = [name for name, parameter in held if isinstance(parameter, DTensor)]
+        if split and not step_state.is_fsdp2(chunk):
             yield f"parameters of model chunk {number} are DTensors, which no snapshot holds: {_first(split)}", _WRAP
         if lacks := step_state.lacking(chunk):
             yield (

@@ -73,7 +73,7 @@ _STEP_SEEDS = 1_000_003
 def seed_everything(options: Options, step: int = 0) -> None:
     """Seed Python, numpy, torch and megatron-core's tracker, by pipeline stage and tensor-parallel rank.
 
-    Data-parallel ranks share their seeds unless --data-parallel-random-init. The first call makes the tracker, of the
+    Data-parallel ranks share their seeds. The first call makes the tracker, of the
     kind that the flags ask for: CUDA graphs need one whose states can be captured.
 
     Args:
@@ -82,8 +82,6 @@ def seed_everything(options: Options, step: int = 0) -> None:
     """
     training, core = options.training, options.core
     seed = training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
-    if training.data_parallel_random_init:
-        seed += 10 * parallel_state.get_data_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

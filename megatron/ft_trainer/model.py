@@ -340,14 +340,10 @@ def _in_data_parallel(
         interleaved=config.virtual_pipeline_model_parallel_size is not None,
         checks_nan=t.check_for_nan_in_loss_and_grad and not scales_loss and not verified,
     )
-    wrapped = [
+    return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    if t.data_parallel_random_init:
-        for chunk in wrapped:
-            chunk.broadcast_params()
-    return wrapped
 
 
 def _connect(options: Options, config: TransformerConfig, chunks: list[DistributedDataParallel], optimizer) -> None:

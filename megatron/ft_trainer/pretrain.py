@@ -96,7 +96,6 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         options.checkpoint,
         layout=vars(layout),
         run_info=run_info(options, tokenizer),
-        data_parallel_random_init=options.training.data_parallel_random_init,
         log=say,
         observe=observer(protections.session, os.environ),
     )

@@ -27,7 +27,7 @@ class JobTrainer:
         self.chunks, self.optimizer, self.scheduler = trainee.chunks, trainee.optimizer, trainee.scheduler
         self.loaders: Loaders = job.train_loaders or []
         self.seed, self.clip_grad = options.training.seed, options.core.clip_grad
-        self.draws_apart = options.training.data_parallel_random_init
+        self.draws_apart = False
         self.steps, self.batch = options.training.train_iters, options.training.global_batch_size
         self.batch_now = self.batch
         self.saves = options.checkpoint.save is not None

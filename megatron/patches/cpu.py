@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.patches.cpu_torch import shadow_generator, shadow_sends, shadow_streams, shadow_tensors
+from megatron.patches.plain_kernels import under_sequence_parallel
 from megatron.patches.replace import replace
-from megatron.patches.torch_norm import under_sequence_parallel
 
 RANDOM = "megatron.core.tensor_parallel.random"
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -74,6 +74,17 @@ def _patch_core() -> None:
         replace(MOE_UTILS, "te_general_gemm", None)
     replace(OFFLOADING, "HybridDeviceOptimizer._get_sub_optimizer_param_groups", _offloaded)
     replace("megatron.core.optimizer.optimizer_config", "is_te_min_version", _there_is_none)
+    replace("megatron.core.distributed.torch_fully_sharded_data_parallel", "DeviceMesh", _HostMesh)
+
+
+class _HostMesh:
+    """Makes the mesh of a group for tensors in host memory, where core asks for one of CUDA devices."""
+
+    @staticmethod
+    def from_group(group, device_type):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(group, "cpu")
 
 
 def _there_is_none(version, check_equality=True):

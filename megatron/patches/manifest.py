@@ -180,6 +180,11 @@ _CPU_CORE = (
         "a number",
         signatures=("(version, check_equality=True)",),
     ),
+    Patch(
+        "megatron.core.distributed.torch_fully_sharded_data_parallel",
+        "DeviceMesh",
+        "core makes the mesh of torch's FSDP2 for CUDA devices",
+    ),
 )
 
 _CPU_TORCH = (

@@ -4,13 +4,15 @@ DMR (dual modular redundancy, SpareTrain) executes every operator twice. It inte
 which the kernels of these packages bypass. If neither package is installed, core uses the same replacements already.
 """
 
+import copy
+import functools
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from megatron.patches.replace import replace
-from megatron.patches.torch_norm import under_sequence_parallel
 
 _CORE = "megatron.core."
 _NORM = "megatron.core.transformer.torch_norm"
@@ -47,3 +49,24 @@ def chosen() -> dict[str, dict[str, Any]]:
         "models.gpt.gpt_layer_specs": {"LNImpl": norm},
         "transformer.moe.moe_utils": {"te_general_gemm": None},
     }
+
+
+def under_sequence_parallel(plain: Callable) -> Callable:
+    """Wrap `plain`, so that under sequence parallelism the norm's parameters are marked for an all-reduce.
+
+    Each tensor-parallel rank sees a part of the sequence only, so gradients have to be summed over these ranks. Apex's
+    norm does the same.
+    """
+
+    @functools.wraps(plain)
+    def new(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return plain(cls, config, *args, **kwargs)
+        unsplit = copy.copy(config)
+        unsplit.sequence_parallel = False
+        norm = plain(cls, unsplit, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new

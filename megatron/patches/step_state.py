@@ -1,10 +1,17 @@
-"""Resets the state that an aborted training step leaves behind in megatron-core's (core's) objects, for a recovery.
+"""Writes the state of a training step in megatron-core's (core's) objects.
 
-This module replaces no symbol. It is the one place that knows the attributes of core's objects that a recovery has to
+A recovery resets what an aborted step has left behind. Schedules in which a microbatch does not use all parameters
+choose the microbatch at which the reduction of each gradient bucket starts: core has one last microbatch for all
+parameters, and a bucket group with ``is_last_microbatch`` counts the gradients of its parameters in that microbatch's
+backward, and starts its reduction when all of them are complete. In such schedules each bucket group has its own last
+microbatch, and some of its parameters may be complete before.
+
+This module replaces no symbol. It is the one place that knows the attributes of core's objects that these two have to
 write. If the installed core lacks one of them, a UserError names the attribute.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +36,14 @@ _OF_CHUNKS = (
 
 def lacking(chunk) -> list[str]:
     """Return the names of what a model chunk lacks, so that a recovery could not reset it."""
+    if is_fsdp2(chunk):  # torch has it from 2.13 on
+        return [] if hasattr(chunk.module, "reset_iter_state") else ["module.reset_iter_state"]
     return [name for name in _OF_CHUNKS if not hasattr(chunk, name)]
+
+
+def is_fsdp2(chunk) -> bool:
+    """Return whether a model chunk is sharded by torch's FSDP2 (--use-torch-fsdp2)."""
+    return type(chunk).__name__ == "TorchFullyShardedDataParallel"
 
 
 def abandon_step(chunks: Iterable, optimizer) -> None:
@@ -40,6 +54,10 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
     process group must reduce in the same order.
     """
     for chunk in chunks:
+        if is_fsdp2(chunk):  # the whole weights that it has gathered keep gradients, too, which torch does not discard
+            for param in chunk.module.parameters():
+                param.grad = None
+            chunk.module.reset_iter_state()
         chunk.zero_grad_buffer()
         for group in bucket_groups(chunk):
             set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
@@ -65,6 +83,29 @@ def expect_no_backward(chunks: Iterable) -> None:
     for chunk in chunks:
         for group in bucket_groups(chunk):
             set_known(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
+
+
+def hold_back(group: Any) -> None:
+    """Make the bucket group ``group`` ignore the gradients of the next backward passes."""
+    set_known(group, is_last_microbatch=False)
+
+
+def start_when_ready(group: Any, complete: Iterable[torch.nn.Parameter]) -> None:
+    """Make ``group`` start its reduction in the next backward pass, when its last gradient is complete.
+
+    As in core, the reduction starts after the backward passes if this is the first batch of the group.
+
+    Args:
+        group: a bucket group of core.
+        complete: those of its parameters that the next backward pass does not use; at least one other is used. Each
+            is counted once, as a parameter is that one backward pass uses once.
+    """
+    set_known(group, is_last_microbatch=True, per_param_grad_ready_counts=dict.fromkeys(complete, 1))
+
+
+def start_at_end(group: Any) -> None:
+    """Make ``group``, which no backward pass of this step uses, start its reduction after the backward passes."""
+    set_known(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
 
 
 def keeps_parameters(chunks: Iterable) -> bool:
@@ -111,8 +152,8 @@ def publish_parameters(chunks: Iterable, optimizer, giver: int | None = None) ->
 
 
 def bucket_groups(chunk) -> list:
-    """Return all gradient bucket groups of one DistributedDataParallel chunk, dense and expert."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    """Return all gradient bucket groups of one chunk, dense and expert; FSDP2 has none."""
+    return [] if is_fsdp2(chunk) else [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def set_known(target, **values) -> None:

@@ -93,6 +93,20 @@ def test_a_killed_worker_changes_nothing(tmp_path, release):
     equal(script, f"{TWO_STAGES} --seed 7", tmp_path, faults("kill@step=5:rank=2"), recoveries=1)
 
 
+FSDP2 = (
+    f"{checkouts.BASE} --num-layers 2 --use-torch-fsdp2 --untie-embeddings-and-output-weights --bf16 --mock-data "
+    "--global-batch-size 8 --train-iters 12 --lr-decay-iters 12 --eval-interval 4 --eval-iters 1 --log-interval 1 "
+    "--ckpt-format torch_dist"
+)
+
+
+@pytest.mark.parametrize("release", [NEWEST])  # 0.16 asks for NCCL's options with FSDP2
+def test_workers_killed_in_any_phase_of_a_step_with_fsdp2_change_nothing(tmp_path, release):
+    phases = "backward", "forward", "reduce", "optimizer", "transfer"
+    planned = (f"kill@step={2 * i + 1}:rank={i % 4}:phase={phase}" for i, phase in enumerate(phases))
+    equal(checkouts.tree(release) / "pretrain_gpt.py", FSDP2, tmp_path, faults(*planned), recoveries=len(phases))
+
+
 LLAMA = (
     f"{checkouts.BASE} --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --swiglu "
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --position-embedding-type rope "

@@ -134,7 +134,7 @@ class Run:
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             add(_inner_state(optimizer))
         add(self.scheduler.state_dict())
-        add(rng.sharded(False).data)
+        add(rng.sharded().data)
         add(vars(self.state))
         return hashed.hexdigest()
 

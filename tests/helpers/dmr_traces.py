@@ -56,7 +56,7 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
     if rng.random() < 0.7:
         ops.append(Operator("adam", "adam", OPTIMIZER, now, 5.0, ("w",), mutates=("w",)))
     points = sorted((rng.uniform(0, now), float(rng.randint(0, 100))) for _ in range(rng.randint(0, 12)))
-    return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), None, rng.random() < 0.5)
+    return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), early_stop=rng.random() < 0.5)
 
 
 def pipeline_trace(
@@ -82,7 +82,8 @@ def pipeline_trace(
     memory = Memory({stage: _in_use(timeline, stage, size) for stage in range(pipeline.stages)})
     ops.sort(key=lambda op: (op.stage, op.start_us))
     windows.sort(key=lambda one: (one.stage, one.start_us))
-    return Trace(PRINT, tuple(ops), tensors, tuple(windows), memory, pipeline)
+    units = tuple((unit, *times) for unit, times in timeline.times.items())
+    return Trace(PRINT, tuple(ops), tensors, tuple(windows), memory, pipeline, units=units)
 
 
 def _block(unit: Unit, layer: int, phase: str, now: float, end: float, size: float, times, tensors, ops) -> float:

@@ -140,5 +140,6 @@ def _torchrun(ranks: int) -> list[str]:
 
 
 def _run(command: list, **also: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **also}
+    queues = "8" if "--use-torch-fsdp2" in command else "1"  # NVIDIA's trainer insists on either
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": queues, **also}
     return started.run(command, ROOT, environment, 540)

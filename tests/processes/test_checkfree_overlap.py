@@ -13,7 +13,7 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
 
     from ft.systems.checkfree.plus import ends
     from megatron.ft_trainer.step import train_step
-    from megatron.patches import early_reduction, instances
+    from megatron.patches import instances, step_state
     from megatron.patches.step_state import bucket_groups
 
     job, _ = assemble(flags)
@@ -25,7 +25,7 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
         def none(self, *given) -> None:
             begin(self, *given)
             for group in bucket_groups(chunk):
-                early_reduction.start_at_end(group)
+                step_state.start_at_end(group)
 
         ends.EarlyReduction.__init__ = none
 

@@ -40,7 +40,7 @@ FEATURES = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3 "
         "--no-align-grad-reduce",
     ),
-    "per-token-loss": (2, "--calculate-per-token-loss --cross-entropy-loss-fusion --data-parallel-random-init"),
+    "per-token-loss": (2, "--calculate-per-token-loss --cross-entropy-loss-fusion"),
     "bf16-grads-in-bf16": (2, "--bf16 --grad-reduce-in-bf16 --attention-softmax-in-fp32"),
     "schedule": (1, "--lr-decay-style cosine --lr-warmup-iters 1 --decoupled-lr 5e-3 --decoupled-min-lr 0"),
     "sgd-deterministic": (1, "--optimizer sgd --lr 0.3 --deterministic-mode"),

@@ -15,8 +15,8 @@ from ft.state.fetch import BadState, Refused, StateServer, fetch, fetch_envelope
 from ft.state.fetch.client import failure
 from ft.state.fetch.server import Offer
 from ft.state.layout import FlatState, table_of
-from ft.state.transfer.moving import Withdrawn
 from ft.state.transfer.pull import Bad, Gone, Lost
+from ft.state.transfer.server import Withdrawn
 
 MARK = Mark(0, STEP, LINEAGE)
 

@@ -105,10 +105,8 @@ def test_without_dmr_the_iteration_takes_what_it_took_in_the_trace(shape):
     found = plan(trace, 1e6)
     assert found.predicted.t_none == pytest.approx(max(each.end_us for each in (*trace.ops, *trace.windows)))
     assert not any("simulated schedule takes" in reason for reason in reasons(found))
-    half = tuple(replace(op, t_us=op.t_us / 2) for op in trace.ops)
-    assert any(
-        "simulated schedule takes" in reason for reason in reasons(plan(replace(trace, ops=half, windows=()), 1e6))
-    )
+    half = tuple((unit, start, (start + end) / 2) for unit, start, end in trace.units)
+    assert any("simulated schedule takes" in reason for reason in reasons(plan(replace(trace, units=half), 1e6)))
 
 
 def test_naive_dmr_costs_what_is_executed_and_the_bubbles_that_grow_with_it():

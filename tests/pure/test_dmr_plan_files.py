@@ -141,6 +141,7 @@ def _cycle(values):
         (lambda values: values["pipeline"].update(stages=0), "no pipeline has Pipeline(stages=0"),
         (lambda values: values["pipeline"].update(microbatches=10**12), "has more than 10000000 forwards"),
         (lambda values: values["ops"][3].update(t_us=10**400), "is too large"),
+        (lambda values: values["units"].pop(), "units has other units than its schedule"),
     ],
 )
 def test_profiles_and_plans_that_cannot_be_are_refused_with_what_is_wrong(change, said, files, capsys):

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ft.state.placement.assign import place
-from ft.state.placement.problems import find_problems, spans
+from ft.state.placement.assign import find_problems, place, spans
 
 
 def grid(tp: int, dp: int, pp: int, gpus: int, nodes_per_rack: int = 1, pipeline_first: bool = False):

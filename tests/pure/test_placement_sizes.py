@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.state.placement import assign
-from ft.state.placement.assign import place
-from ft.state.placement.problems import find_problems
+from ft.state.placement.assign import find_problems, place
 from ft.state.placement.rotate import rotate
 from ft.state.placement.solve import Request, solve_best, solve_strictly
 

@@ -58,6 +58,7 @@ ASKING = {
     table.REPLICAS: "",  # by a flag of ft run
     table.DOUBLE: "--ft-dmr piggyback",
     table.PROFILE: "--ft-dmr-profile p.json",
+    table.STAGES: "--ft-hot-swap --ft-checkfree",
 }
 VALUES = {"--fp8-format": "hybrid", "--cuda-graph-impl": "local", "--dsa-kernel-backend": "cudnn", "--num-experts": "4"}
 MODES = [(mode, flag) for mode in table.MODES for flag in mode.flags]

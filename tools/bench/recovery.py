@@ -70,6 +70,8 @@ def main(argv: list[str]) -> int:
         patches.apply()
         corpus = runs.make_corpus(Path(folder))
         sizes = [arguments.hidden_size] if arguments.against is None else [arguments.hidden_size, arguments.against]
+        if arguments.before is not None:  # each commit describes a dataset in its own way, and can do without that
+            Path(f"{corpus}.meta.json").unlink()
         roots = [ROOT] if arguments.before is None else [arguments.before.resolve(), ROOT]
         ours: dict[tuple[Path, int], list] = {(root, size): [] for root in roots for size in sizes}
         for number in range(1 if len(ours) == 1 else arguments.rounds):

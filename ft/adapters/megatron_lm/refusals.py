@@ -22,7 +22,6 @@ MODES = (
     _mode("--skip-train", "there is no training to protect"),
     _mode("--vision-pretraining", _OTHER_LOOP),
     _mode("--use-megatron-fsdp", _OTHER_STATE),
-    _mode("--use-torch-fsdp2", _OTHER_STATE),
     _mode("--optimizer", _OTHER_STATE, "muon", "dist_muon"),
     _mode("--inprocess-restart", "it handles failures itself"),
     _mode("--enable-ft-package", "it handles failures itself"),

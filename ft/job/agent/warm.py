@@ -139,9 +139,8 @@ def _own_output(path: str) -> None:
     os.close(null)
     os.close(log)
     # The output is no terminal, so Python cannot derive an encoding: without UTF-8, printing a progress bar could fail.
-    # typeshed declares sys.__stdout__ and sys.__stderr__ as Final.
-    sys.stdout = sys.__stdout__ = output.stream_for(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = output.stream_for(2)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = output.stream_for(1)  # type: ignore[misc]  # typeshed: Final
+    sys.stderr = sys.__stderr__ = output.stream_for(2)  # type: ignore[misc]  # typeshed: Final
 
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"

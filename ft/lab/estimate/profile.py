@@ -233,6 +233,7 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
         windows=tuple(sorted(builder.windows, key=lambda window: (window.stage, window.start_us))),
         memory=Memory(_memory(model, layout, timeline), budget or cluster.device.memory),
         pipeline=pipeline,
+        units=tuple((unit, *times) for unit, times in timeline.times.items()),
         early_stop=layout.early_stop,
     )
 

@@ -347,14 +347,6 @@ class NcclConnector:
                     raise
 
 
-def prepare_gloo() -> None:
-    """Make gloo look up all members with one store request instead of one request per member.
-
-    Call it before the first connection.
-    """
-    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
-
-
 _WAIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _REQUIRED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog would end this process after a peer's failure",

@@ -7,7 +7,6 @@ waits in one group, no other worker waits for it in an earlier group.
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch._C import _distributed_c10d as c10d
@@ -15,25 +14,17 @@ from torch._C import _distributed_c10d as c10d
 from ft.net.store import StoreConnection
 from ft.platform import sockets
 from ft.state import device
-from ft.state.groups.backends import Connection, GlooConnector, NcclConnector
+from ft.state.groups.group import Group
 
 _CONNECT_S = 30.0
 
 
 @dataclass(eq=False)
 class Job:
-    """One connection of a group to establish.
+    """A connection of a group to establish, for tensors on such a device. ``done``: whether the group has it."""
 
-    Attributes:
-        name: part of the connection's keys in the store.
-        connector: object that establishes the connection.
-        attach: function called with the connection; it must be quick and must not fail.
-        done: whether ``attach`` was called.
-    """
-
-    name: str
-    connector: GlooConnector | NcclConnector
-    attach: Callable[[Connection], None]
+    group: Group
+    device_type: str
     done: bool = False
 
 
@@ -138,12 +129,12 @@ class Builder:
 
     def _do(self, job: Job) -> None:
         self._watch = self._watch or sockets.Watch()
-        store = c10d.PrefixStore(job.name, self._store)
-        connection = job.connector.connect(store, self._watch, lambda: self.cancelled)
+        store = c10d.PrefixStore(f"{job.group.group_name}/{job.device_type}", self._store)
+        connection = job.group.connectors[job.device_type].connect(store, self._watch, lambda: self.cancelled)
         with self._changed:
             if self.cancelled:
                 connection.interrupt()
                 return
-            job.attach(connection)
+            job.group.attach(connection)
             job.done = True
             self._changed.notify_all()

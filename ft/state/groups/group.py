@@ -379,7 +379,7 @@ class Group(dist.ProcessGroup):
         return backend
 
     def get_group_store(self) -> c10d.Store:
-        return self.maker.store_of(self)
+        return c10d.PrefixStore(f"{self._name}/", self.maker.store)
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._inner is not None:

@@ -8,6 +8,7 @@ VI-D).
 import gc
 import hashlib
 import json
+import os
 import random
 import sys
 import threading
@@ -35,7 +36,6 @@ from ft.state.groups.backends import (
     NcclConnector,
     SparseGlooConnector,
     interrupt_together,
-    prepare_gloo,
     prepare_nccl,
 )
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
@@ -76,6 +76,9 @@ class Groups:
 
     Any thread may call ``close``, ``waiting`` and ``oldest_unfinished``. Only the training thread may call the other
     methods.
+
+    Attributes:
+        store: torch's store of the default group.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Groups:
         self._pending: dict[tuple[str, str], Job] = {}
         self._lock = threading.Lock()
         self._builder: Builder | None = None
-        self._connection, self._store = connection, store
+        self._connection, self.store = connection, store
         self._ending: list[threading.Thread] = []
 
     @classmethod
@@ -133,7 +136,8 @@ class Groups:
             EpochClosed: the epoch was closed before all workers had connected.
         """
         take_over()
-        prepare_gloo()
+        # gloo looks up all members with one store request instead of one request per member
+        os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         limits = limits or Timeouts()
         if device_backend == "nccl":
             prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
@@ -144,7 +148,7 @@ class Groups:
             groups._builder = Builder(prefix, groups._connection)
         dist.init_process_group(
             BACKEND,
-            store=groups._store,
+            store=groups.store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -202,10 +206,6 @@ class Groups:
         self._default_rank = options.group_rank
         return self.new_group(range(options.group_size), options.timeout, options.group_id, "default_pg")
 
-    def store_of(self, group: Group) -> c10d.Store:
-        """Return the part of the store whose keys belong to ``group``."""
-        return c10d.PrefixStore(f"{group.group_name}/", self._store)
-
     def forget(self, group: Group) -> None:
         """Remove a group that is being destroyed. With the last group, cancel the builder."""
         self._groups.pop(group.group_name, None)
@@ -241,11 +241,11 @@ class Groups:
             if not group.connections():
                 raise FtError(f"{group} was not rebuilt for epoch {self._state.epoch}: no plan named it")
             job = self._submit(group, device_type)
-        self._wait(group, job)
+        self._wait(job)
 
     def _submit(self, group: Group, device_type: str | None = None) -> Job:
         device_type = device_type or next(iter(group.connectors))
-        job = Job(f"{group.group_name}/{device_type}", group.connectors[device_type], group.attach)
+        job = Job(group, device_type)
         self._pending[group.group_name, device_type] = job
         return self._building.submit(job)
 
@@ -255,7 +255,8 @@ class Groups:
             raise FtError("no group is connected before the first rebuild")
         return self._builder
 
-    def _wait(self, group: Group, job: Job) -> None:
+    def _wait(self, job: Job) -> None:
+        group = job.group
         self._state.begins_to_wait(group.group_name)
         try:
             self._building.wait(job)
@@ -360,9 +361,9 @@ class Groups:
             self._builder = Builder(prefix, self._connection)
         self._pending.clear()
         state.history.clears()
-        jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
-        for group, job in jobs[: len(wanted)]:
-            self._wait(group, job)
+        jobs = [self._submit(group) for group in (*wanted, *later)]
+        for job in jobs[: len(wanted)]:
+            self._wait(job)
         return time.monotonic() - began
 
     def _disconnect(self, groups: list[Group]) -> None:

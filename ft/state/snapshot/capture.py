@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ft.base.errors import UserError
 from ft.state.snapshot import optimizers, rng
@@ -55,7 +56,7 @@ class Capture:
             optimizers.allocate(part.optimizer)
         modules = list(enumerate(chunks))
         self._frozen = {
-            f"frozen/{i}/{name}": p.detach()
+            f"frozen/{i}/{name}": optimizers.local(p.detach())
             for i, chunk in modules
             for name, p in chunk.named_parameters()
             if not p.requires_grad
@@ -202,8 +203,9 @@ class Capture:
             for name, group, holder, key in optimizers.entries(part.optimizer):
                 value, name = holder[key], f"{number}/{name}"
                 if isinstance(value, torch.Tensor):
-                    mine = self._alone or sharded or group.get("is_expert_parallel", False)
-                    (self._owned if mine else self._replicated)[name] = value.detach()
+                    is_split = sharded or isinstance(value, DTensor)
+                    mine = self._alone or is_split or group.get("is_expert_parallel", False)
+                    (self._owned if mine else self._replicated)[name] = optimizers.local(value.detach())
                 elif value is not None:
                     self._counters[name] = (holder, key)
         (self._owned if self._alone else self._replicated).update(self._frozen)
@@ -212,7 +214,7 @@ class Capture:
     def _find_storages(self) -> list[int]:
         """Return the addresses of the optimizer's tensors. A changed list means that tensors were replaced."""
         return [
-            value.data_ptr()
+            optimizers.local(value).data_ptr()
             for part in self._parts
             for holder in optimizers.holders(part.optimizer)
             for group in holder.param_groups

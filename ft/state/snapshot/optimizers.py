@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ft.base.errors import UserError
 
@@ -23,6 +24,11 @@ def parts(optimizer: Any) -> list[Any]:
     """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor (torch's FSDP2), which shares its memory; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def holders(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

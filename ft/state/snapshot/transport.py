@@ -33,9 +33,8 @@ from ft.state.layout import Memory, Table
 from ft.state.snapshot.buffers import Part, PingPong, Slot, Status
 from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.state.transfer import pull
-from ft.state.transfer.moving import Disturb, Withdrawn
 from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender
-from ft.state.transfer.server import Arrival, Held, Holder, NotHeld, Refused, serve
+from ft.state.transfer.server import Arrival, Disturb, Held, Holder, NotHeld, Refused, Withdrawn, serve
 
 
 class CopyStore:

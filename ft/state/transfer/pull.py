@@ -9,8 +9,7 @@ from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
 from ft.net.streams import Network
 from ft.state.layout import BadTable, Memory, Table
-from ft.state.transfer.moving import Gone, receive_range
-from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS
+from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS, Gone, receive_range
 
 __all__ = ["Bad", "Damaged", "Gone", "Lost", "Silent", "Source"]
 

@@ -11,8 +11,7 @@ from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark
 from ft.net.streams import Network
 from ft.state.layout import Memory
-from ft.state.transfer.moving import Disturb, send_range
-from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY
+from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY, Disturb, send_range
 
 _PAUSES_S = (0.0, 0.05, 0.25)
 """Seconds before each try: a dropped connection is retried, and a dead peer is reported within half a second."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from ft.base import events
 from ft.base.errors import UserError
 from ft.protection.training_state import TrainingState
-from ft.state.placement.assign import Holders, place
-from ft.state.placement.problems import find_problems
+from ft.state.placement.assign import Holders, find_problems, place
 from ft.worker.session import Session
 
 

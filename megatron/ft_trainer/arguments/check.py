@@ -142,11 +142,16 @@ def _check_world(options, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _unsplit(count: int, parts: int, what: str, where: str, unit: str = "") -> Iterator[Problem]:
+    """Yield a problem if ``count``, described by ``what``, is not a multiple of ``parts``, described by ``where``."""
+    if count % parts:
+        yield f"{what} cannot be split over {where}", f"use a multiple of {parts}{unit}"
+
+
 def _check_model(options, grid: Layout) -> Iterator[Problem]:
     m, seq = options.core, options.data.seq_length
     heads, groups = m.num_attention_heads, m.num_query_groups
-    if heads % grid.tp:
-        yield f"{heads} attention heads cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} heads"
+    yield from _unsplit(heads, grid.tp, f"{heads} attention heads", f"TP {grid.tp}", " heads")
     if m.kv_channels == 0:
         yield f"{heads} heads for a hidden size of {m.hidden_size}", f"use at most {m.hidden_size} heads"
     if m.multi_latent_attention:
@@ -154,24 +159,19 @@ def _check_model(options, grid: Layout) -> Iterator[Problem]:
     elif m.group_query_attention:
         if heads % groups:
             yield f"{heads} heads cannot share {groups} query groups evenly", f"use a divisor of {heads} groups"
-        if groups % grid.tp:
-            yield f"{groups} query groups cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} groups"
+        yield from _unsplit(groups, grid.tp, f"{groups} query groups", f"TP {grid.tp}", " groups")
     elif groups not in (None, 1):
         yield f"--num-query-groups {groups} without --group-query-attention", "add --group-query-attention"
-    if m.ffn_hidden_size % grid.tp:
-        yield (
-            f"--ffn-hidden-size {m.ffn_hidden_size} cannot be split over TP {grid.tp}",
-            f"use a multiple of {grid.tp}",
-        )
+    yield from _unsplit(m.ffn_hidden_size, grid.tp, f"--ffn-hidden-size {m.ffn_hidden_size}", f"TP {grid.tp}")
     if m.max_position_embeddings < seq:
         yield (
             f"--max-position-embeddings {m.max_position_embeddings} is shorter than --seq-length {seq}",
             f"use --max-position-embeddings {seq}",
         )
-    if options.core.sequence_parallel and seq % grid.tp:
-        yield f"--seq-length {seq} cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp}"
-    if grid.cp > 1 and seq % (2 * grid.cp):
-        yield f"--seq-length {seq} cannot be split over 2 x CP {grid.cp}", f"use a multiple of {2 * grid.cp}"
+    if m.sequence_parallel:
+        yield from _unsplit(seq, grid.tp, f"--seq-length {seq}", f"TP {grid.tp}")
+    if grid.cp > 1:
+        yield from _unsplit(seq, 2 * grid.cp, f"--seq-length {seq}", f"2 x CP {grid.cp}")
     if m.position_embedding_type == "rope" and (m.kv_channels or 0) % 2:
         yield f"rotary embeddings need an even head width, this is {m.kv_channels}", "set --kv-channels"
 
@@ -229,13 +229,9 @@ def _check_moe(options, grid: Layout) -> Iterator[Problem]:
     moe = options.core
     if not moe.num_experts:
         return
-    if moe.num_experts % grid.ep:
-        yield f"{moe.num_experts} experts cannot be spread over EP {grid.ep}", f"use a multiple of {grid.ep} experts"
-    if moe.moe_ffn_hidden_size % grid.etp:
-        yield (
-            f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size} cannot be split over expert-TP {grid.etp}",
-            f"use a multiple of {grid.etp}",
-        )
+    width = moe.moe_ffn_hidden_size
+    yield from _unsplit(moe.num_experts, grid.ep, f"{moe.num_experts} experts", f"EP {grid.ep}", " experts")
+    yield from _unsplit(width, grid.etp, f"--moe-ffn-hidden-size {width}", f"expert-TP {grid.etp}")
     if grid.tp > 1 and not options.core.sequence_parallel:
         yield "experts with tensor parallelism train only with sequence parallelism", "add --sequence-parallel"
     if isinstance(moe.moe_layer_freq, list) and len(moe.moe_layer_freq) != options.core.num_layers:

@@ -103,13 +103,6 @@ class SpeltOtherwise(Topic):
     untie_embeddings_and_output_weights: bool = False
     """Do not share weights."""
 
-    # multi-latent attention
-    q_lora_rank: int | None = None
-
-    kv_lora_rank: int = 32
-
-    rotary_scaling_factor: float = 1.0
-
     # experts
     num_experts: int | None = None
     """Experts in an MoE layer; absent: a dense model."""
@@ -121,23 +114,13 @@ class SpeltOtherwise(Topic):
     moe_aux_loss_coeff: list[float] = 0.0
 
     # kernels
-    masked_softmax_fusion: bool = True
-
     bias_gelu_fusion: bool = True
     """Fuse bias and GELU."""
 
     bias_swiglu_fusion: bool = True
     """Fuse bias and SwiGLU."""
 
-    bias_dropout_fusion: bool = True
-
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
-
-    persist_layer_norm: bool = True
-
-    gradient_accumulation_fusion: bool = True
-
-    attention_softmax_in_fp32: bool = False
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
 
@@ -177,8 +160,6 @@ class SpeltOtherwise(Topic):
     align_grad_reduce: bool = True
     """Launch gradient reductions on all stages together."""
 
-    align_param_gather: bool = True
-
     ddp_bucket_size: int | None = None
     """Parameters in a gradient bucket."""
 
@@ -187,10 +168,6 @@ class SpeltOtherwise(Topic):
 
     # the optimizer
     optimizer: Literal["adam", "sgd"] = "adam"
-
-    min_lr: float = 0.0
-
-    initial_loss_scale: float = 2**32
 
     optimizer_offload_fraction: float = 1.0
 
@@ -214,6 +191,14 @@ class SpeltOtherwise(Topic):
         """Return the options of the same model on one rank, with nothing split or sharded."""
         return replace(self, **{f.name: default_of(f) for f in fields(self) if f.name in _OF_THE_LAYOUT})
 
+
+_OTHER_DEFAULTS = {
+    **{"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0, "min_lr": 0.0},
+    **{"initial_loss_scale": 2**32, "attention_softmax_in_fp32": False, "align_param_gather": True},
+    **{"masked_softmax_fusion": True, "bias_dropout_fusion": True, "persist_layer_norm": True},
+    "gradient_accumulation_fusion": True,
+}
+"""Field of core -> Megatron-LM's default, where that differs from core's."""
 
 WITHOUT_FLAG = frozenset(
     (
@@ -401,9 +386,10 @@ def _with_the_fields(base: type) -> type:
 def _option(each: CoreField) -> Any:
     """Return the dataclass field of the option that follows from a field of core."""
     dashed, spelt = each.name.replace("_", "-"), list(each.spelling.get("arg_names", ()))
-    if each.type is bool and each.default is True:
-        return flag(True, off=spelt or [f"--no-{dashed}", f"--disable-{dashed}"])
-    default = each.spelling.get("default", each.default)
+    default = _OTHER_DEFAULTS.get(each.name, each.spelling.get("default", each.default))
+    if each.type is bool and default is True:
+        other = [] if each.name in _OTHER_DEFAULTS else [f"--disable-{dashed}"]
+        return flag(True, off=spelt or [f"--no-{dashed}", *other])
     return flag(default, on=spelt or [f"--{dashed}"], choices=each.spelling.get("choices"))
 
 

@@ -40,9 +40,6 @@ class TrainingOptions(Topic):
     seed: int = 1234
     """Seed of weights, data order and dropout."""
 
-    data_parallel_random_init: bool = False
-    """Draw different weights on every data-parallel rank (they are made equal by the first broadcast)."""
-
     check_for_nan_in_loss_and_grad: bool = True
     """Look for NaN and infinity in loss and gradients."""
 

@@ -38,7 +38,6 @@ class Checkpointer:
         run_info: JSON values about the run to store in a checkpoint: ``model`` (the options that shape the model, with
             ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
             ``fingerprints`` (of ``tokenizer``; compared on loading).
-        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         log: prints a message; called on rank 0.
         observe: writes an event (:mod:`ft.base.events`) with its name and values; called on rank 0.
 
@@ -57,12 +56,10 @@ class Checkpointer:
         *,
         layout: Mapping[str, Any],
         run_info: Mapping[str, Any],
-        data_parallel_random_init: bool = False,
         log: Callable[[str], None] = print,
         observe: Callable[..., None] = lambda name, **values: None,
     ):
         self._options, self._layout, self._run, self._log, self._observe = options, layout, run_info, log, observe
-        self._random_init = data_parallel_random_init
         self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE) if options.save or options.load else None
         self._distrusted: set[str] = set()
         self._kept_step: int | None = None
@@ -96,7 +93,6 @@ class Checkpointer:
                 optimizer,
                 scheduler,
                 kind=kind,
-                data_parallel_random_init=self._random_init,
                 optimizer_steps=max(share(0 if kind is None else optimizer_state.steps(optimizer), self._group)),
                 run=self._run,
                 layout=self._layout,
@@ -142,7 +138,6 @@ class Checkpointer:
             self._group,
             self._options,
             self._run,
-            self._random_init,
             self._distrusted,
             self._log,
         )
@@ -213,7 +208,7 @@ class Checkpointer:
             layout=dict(self._layout),
             versions={"megatron-core": version("megatron-core"), "torch": torch.__version__},
             optimizer=kind,
-            rng_grid=rng.grid(self._random_init)[0],
+            rng_grid=rng.grid()[0],
             run=dict(self._run),
         )
 

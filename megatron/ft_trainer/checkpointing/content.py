@@ -90,7 +90,6 @@ def to_save(
     scheduler: Any,
     *,
     kind: str | None,
-    data_parallel_random_init: bool,
     optimizer_steps: int,
     run: Mapping[str, Any],
     layout: Mapping[str, Any],
@@ -119,13 +118,11 @@ def to_save(
             contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
     if scheduler is not None:
         contents["opt_param_scheduler"] = scheduler.state_dict()
-    contents[rng.KEY] = rng.sharded(data_parallel_random_init)
+    contents[rng.KEY] = rng.sharded()
     return contents
 
 
-def to_load(
-    model: list, optimizer: Any, *, kind: str | None, with_rng: bool, data_parallel_random_init: bool
-) -> dict[str, Any]:
+def to_load(model: list, optimizer: Any, *, kind: str | None, with_rng: bool) -> dict[str, Any]:
     """Return the sharded state dict of what this rank has to load; the optimizer's has ``kind`` (None: not at all)."""
     metadata = sharding_metadata(kind)
     wanted = model_shards(model, metadata)
@@ -133,7 +130,7 @@ def to_load(
         optimizer_state.allocate(optimizer)
         wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
     if with_rng:
-        wanted[rng.KEY] = rng.sharded(data_parallel_random_init)
+        wanted[rng.KEY] = rng.sharded()
     return wanted
 
 

@@ -62,7 +62,6 @@ class Loader:
     group: dist.ProcessGroup
     options: CheckpointOptions
     run: Mapping[str, Any]
-    data_parallel_random_init: bool
     distrusted: set[str]
     log: Callable[[str], None]
 
@@ -78,13 +77,11 @@ class Loader:
         if not self.options.finetune:
             ours = content.optimizer_kind(optimizer, self.options.dist_ckpt_optim_fully_reshardable)
             kind = check_optimizer(report.path, manifest, ours)
-        shape, _, _ = rng.grid(self.data_parallel_random_init)
+        shape, _, _ = rng.grid()
         wants_rng = not self.options.finetune and manifest.rng_grid is not None
         with_rng = wants_rng and shape == manifest.rng_grid
         with types_checked(report.path):
-            wanted = content.to_load(
-                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self.data_parallel_random_init
-            )
+            wanted = content.to_load(model, optimizer, kind=kind, with_rng=with_rng)
             loaded = self._read(report.path, wanted)
             content.apply(loaded, model, optimizer, scheduler, with_optimizer=kind is not None)
         if not self.options.finetune:
@@ -92,7 +89,7 @@ class Loader:
         if with_rng:
             rng.restore(loaded[rng.KEY])
         elif wants_rng:
-            rng.reseed(seed, manifest.step, self.data_parallel_random_init)
+            rng.reseed(seed, manifest.step)
             names = "PP", "TP", "DP"
             fits, here = _grid(manifest.rng_grid, names), _grid(shape, names)
             self._say(f"generator states are for {fits}, not {here}: reseeded from seed and step")

@@ -13,11 +13,11 @@ from megatron.core.tensor_parallel import random as core_random
 KEY = "rng_state"
 
 
-def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
+def grid() -> tuple[list[int], list[int], int]:
     """Return (shape of the grid of generator states: [pp, tp] or [pp, tp, dp]; this rank's position in it; this rank's
     number among the ranks that share the position).
 
-    Data-parallel ranks share their states, unless they were seeded differently or hold different experts.
+    Data-parallel ranks share their states, unless they hold different experts.
     """
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     shape = [
@@ -28,14 +28,14 @@ def grid(data_parallel_random_init: bool) -> tuple[list[int], list[int], int]:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     ]
-    if data_parallel_random_init or parallel_state.get_expert_model_parallel_world_size() > 1:
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
         return [*shape, parallel_state.get_data_parallel_world_size(with_context_parallel=True)], [*place, dp_rank], 0
     return shape, place, dp_rank
 
 
-def sharded(data_parallel_random_init: bool) -> ShardedObject:
+def sharded() -> ShardedObject:
     """Return this rank's states with their position in the checkpoint. Format and keys are Megatron-LM's."""
-    shape, place, replica = grid(data_parallel_random_init)
+    shape, place, replica = grid()
     tracker = core_random.get_cuda_rng_tracker()
     states = {
         "random_rng_state": random.getstate(),
@@ -67,15 +67,10 @@ def restore(loaded: list[dict]) -> None:
     )
 
 
-def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
-    """Seed the generators from ``seed``, ``step`` and this rank's place, if the saved states belong to another layout.
-
-    With ``data_parallel_random_init`` the seed depends on the data-parallel rank, too.
-    """
+def reseed(seed: int, step: int) -> None:
+    """Seed the generators from ``seed``, ``step`` and the stage, if the saved states belong to another layout."""
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
     own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if data_parallel_random_init:
-        own += 10 * parallel_state.get_data_parallel_rank()
     random.seed(own)
     numpy.random.seed(own % 2**32)
     torch.manual_seed(own)

@@ -114,8 +114,8 @@ class Answer:
 
 def answer(question: Question, k: int) -> Answer:
     """Place ``k`` copies of each snapshot and compute their cost and risk."""
-    from ft.state.placement.assign import place  # with SciPy, which wrong input need not wait for
-    from ft.state.placement.problems import find_problems
+    # With SciPy, which wrong input need not wait for.
+    from ft.state.placement.assign import find_problems, place
 
     where, shards = question.where, question.shards
     holders = place(where, question.groups, k)

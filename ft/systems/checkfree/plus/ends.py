@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.patches import early_reduction, step_state
+from megatron.patches import step_state
 
 
 @dataclass(frozen=True)
@@ -247,18 +247,18 @@ class EarlyReduction:
         at_ends = [unit for unit in backwards if _is_at_end(routes, unit)]
         self._at_ends = set(at_ends)
         for group in step_state.bucket_groups(chunk):
-            early_reduction.hold_back(group)
+            step_state.hold_back(group)
             users = at_ends if group.params <= self._ends else backwards
             if users:
                 self._due.setdefault(users[-1], []).append(group)
             else:
-                early_reduction.start_at_end(group)
+                step_state.start_at_end(group)
 
     def before(self, unit: Unit) -> None:
         """Allow the reductions that start in ``unit``, a backward pass that is about to run."""
         unused = set() if unit in self._at_ends else self._ends
         for group in self._due.get(unit, ()):
-            early_reduction.start_when_ready(group, group.params & unused)
+            step_state.start_when_ready(group, group.params & unused)
 
 
 def _is_at_end(routes: Routes, unit: Unit) -> bool:

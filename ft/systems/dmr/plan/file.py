@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from ft.systems.dmr.plan.trace import (
     Tensor,
     Trace,
 )
-from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.kinds import Pipeline, orders
 
 VERSION = 3
 """Version of the format of traces and plans. Files of other versions are refused."""
@@ -186,6 +186,8 @@ def _refuse_inconsistent(trace: Trace, file: _File) -> None:
         if math.prod(_shape(trace.pipeline)) > MOST_UNITS:
             raise file.error(f"has more than {MOST_UNITS} forwards: {trace.pipeline}", "pipeline")
         _fits(trace, trace.pipeline, file)
+        if set(chain(*orders(trace.pipeline))) != {unit for unit, _, _ in trace.units}:
+            raise file.error("has other units than its schedule", "units")
 
 
 def _fits(trace: Trace, pipeline: Pipeline, file: _File) -> None:

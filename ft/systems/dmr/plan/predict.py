@@ -12,7 +12,7 @@ grow when immediate verifications lengthen the units.
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from ft.systems.dmr.plan.phases import executes_last_again
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
-    CLOSE_US,
     IN_UNITS,
     INTRA,
     NAIVE,
@@ -31,7 +30,6 @@ from ft.systems.dmr.plan.trace import (
     Assignment,
     Operator,
     Trace,
-    Window,
 )
 from ft.systems.schedule.check import play
 from ft.systems.schedule.kinds import Pipeline, orders
@@ -150,7 +148,7 @@ class Clock:
     def __init__(self, trace: Trace):
         self._trace = trace
         self._costs = {op.id: _cost(trace, op) for op in trace.ops}
-        self._spans = _unit_spans(trace)
+        self._spans = {unit: (start, end) for unit, start, end in trace.units}
         self._pipeline_end = max((end for _, end in self._spans.values()), default=0.0)
         self._behind = self._units_before_windows()
         ends = [op.end_us for op in trace.ops] + [window.end_us for window in trace.windows]
@@ -209,7 +207,9 @@ class Clock:
     def _units_before_windows(self) -> dict[str, Unit]:
         """Return window id -> the unit after which the verifications in the window are executed. Windows inside units
         and after the last unit are left out, because verifications that fit into them cost nothing."""
-        order = _in_order(self._spans)
+        order: dict[int, list[tuple[float, Unit]]] = defaultdict(list)
+        for begin, unit in sorted((begin, unit) for unit, (begin, _) in self._spans.items()):
+            order[unit.stage].append((begin, unit))
         found = {}
         for window in self._trace.windows:
             units = order[window.stage]
@@ -244,72 +244,3 @@ def _cost(trace: Trace, op: Operator) -> _Cost:
 def unit_of(op: Operator) -> Unit:
     """Return the unit of the schedule in which an operator runs; recomputation belongs to the backward."""
     return Unit(op.stage, op.microbatch, op.chunk, op.phase in (RECOMPUTE, BACKWARD))
-
-
-def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
-    """Return unit -> (start, end) in microseconds, from its first operator to its last, including the windows of kinds
-    INTRA at its ends that belong to it."""
-    spans: dict[Unit, tuple[float, float]] = {}
-    for op in trace.ops:
-        if op.phase in IN_UNITS:
-            unit = unit_of(op)
-            begin, end = spans.get(unit, (op.start_us, op.end_us))
-            spans[unit] = (min(begin, op.start_us), max(end, op.end_us))
-    inside: dict[int, list[Window]] = defaultdict(list)
-    for window in sorted(trace.windows, key=lambda window: window.start_us):
-        if window.kind in INTRA:
-            inside[window.stage].append(window)
-    order = _in_order(spans)
-    for stage, windows in inside.items():
-        if order[stage]:
-            _widen(spans, order[stage], windows)
-    return spans
-
-
-def _in_order(spans: Mapping[Unit, tuple[float, float]]) -> dict[int, list[tuple[float, Unit]]]:
-    """Return stage -> [(start in microseconds, unit), ...] in order of time."""
-    order: dict[int, list[tuple[float, Unit]]] = defaultdict(list)
-    for begin, unit in sorted((begin, unit) for unit, (begin, _) in spans.items()):
-        order[unit.stage].append((begin, unit))
-    return order
-
-
-def _widen(spans: dict[Unit, tuple[float, float]], order: list[tuple[float, Unit]], windows: Iterable[Window]) -> None:
-    """Extend the spans of one stage's units by its windows of kinds INTRA, which are given in order of time."""
-    between: dict[int, list[Window]] = defaultdict(list)
-    for window in windows:
-        place = bisect.bisect_right(order, window.start_us, key=lambda entry: entry[0])
-        begin, end = spans[order[place - 1][1]] if place else (0.0, 0.0)
-        if window.start_us < end - CLOSE_US:
-            spans[order[place - 1][1]] = (begin, max(end, window.end_us))
-        else:
-            between[place].append(window)
-    for place, found in between.items():
-        before = order[place - 1][1] if place else None
-        behind = order[place][1] if place < len(order) else None
-        first = _first_of_next(spans.get(before), found, spans.get(behind))
-        if first > 0:
-            spans[before] = (spans[before][0], max(spans[before][1], *(window.end_us for window in found[:first])))
-        if first < len(found):
-            spans[behind] = (found[first].start_us, spans[behind][1])
-
-
-def _first_of_next(
-    before: tuple[float, float] | None, windows: Sequence[Window], behind: tuple[float, float] | None
-) -> int:
-    """Return the index of the first window, of those between two units, that belongs to the later unit; the number of
-    windows if all of them belong to the earlier unit. ``before``, ``behind``: (start, end) of the two units; None if
-    there is none.
-
-    A unit may begin with communication (without recomputation it does), and waits for its message before that. The
-    widest gap between operators and windows is therefore taken to be the wait, and ends the earlier unit. Without gaps
-    all windows belong to the earlier unit.
-    """
-    if behind is None:
-        return len(windows) if before is not None else 0
-    if before is None:
-        return 0
-    ends = [before[1], *(window.end_us for window in windows)]
-    starts = [*(window.start_us for window in windows), behind[0]]
-    holes = [start - end if start - end > CLOSE_US else 0.0 for end, start in zip(ends, starts, strict=True)]
-    return max(range(len(holes)), key=lambda place: (holes[place], place))

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.program import Unit
 
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 """A time in microseconds or a size in bytes, in a file."""
@@ -195,6 +196,7 @@ class Trace(Struct, frozen=True, dict=True):
             for each other.
         early_stop: recomputation leaves out the last operator of a segment (torch's non-reentrant checkpoints do,
             Megatron's reentrant ones do not).
+        units: the units with start and end, in microseconds, including communication inside them.
     """
 
     fingerprint: Mapping[str, str | int | float | bool]
@@ -204,6 +206,7 @@ class Trace(Struct, frozen=True, dict=True):
     memory: Memory
     pipeline: Pipeline | None = None
     early_stop: bool = False
+    units: tuple[tuple[Unit, Amount, Amount], ...] = ()
 
     @cached_property
     def op_by_id(self) -> dict[str, Operator]:

@@ -154,7 +154,8 @@ def assemble(
         tensors |= _tensors(record, starts)
         memory[record.stage] = _live(record, starts)
     windows.sort(key=lambda window: (window.stage, window.start_us))
-    return Trace(dict(fingerprint), tuple(ops), tensors, tuple(windows), Memory(memory, budget), pipeline)
+    units = tuple((unit, begins + start, begins + end) for unit, (start, end) in timeline.times.items())
+    return Trace(dict(fingerprint), tuple(ops), tensors, tuple(windows), Memory(memory, budget), pipeline, units=units)
 
 
 def blocks(record: StageRecord) -> list[Block]:
