@@ -112,7 +112,7 @@ def keeps_parameters(chunks: Iterable) -> bool:
     """Return whether between two steps each rank has all of its parameters, in buffers that its data-parallel peers
     have bit for bit.
 
-    With --overlap-param-gather or FSDP2 it has not; buffers of experts belong to other groups, those of fp8 are not all.
+    With --overlap-param-gather or FSDP2 it has not; experts' buffers belong to other groups, those of fp8 are not all.
     """
     return all(
         not is_fsdp2(chunk)
