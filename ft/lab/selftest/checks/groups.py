@@ -334,8 +334,13 @@ def _how(context: Context, size: int = 2) -> str:
     return "NCCL" if gpus >= size else "NCCL over sockets, on shared GPUs"
 
 
-_MEMBERS, _LIMIT_S = 3, 60.0
+# --- the ring between replicas ---------------------------------------------------------------------------------------
+
+_MEMBERS = 3
+_RING_S = 60.0
+"""Seconds that the members of the ring have in all; an all-reduce has half of them."""
 _ON_CPU, _ON_DEVICE = 1 << 20, 16 << 20
+"""Elements of a tensor."""
 _WRONG = (
     "replicas would train on different or wrong gradients: run it again with --only ring; if it fails again, look at "
     "memory, network cards and GPUs of this node (dmesg, nvidia-smi -q)"
@@ -344,7 +349,7 @@ _WRONG = (
 
 def ring(context: Context) -> tuple[str, Measured]:
     """Reduce tensors over members on this node, and compare results between members and with the CPU's."""
-    found = Crew(context, _MEMBERS, _reduce).wait(min(_LIMIT_S, 0.8 * context.limit_s))
+    found = Crew(context, _MEMBERS, _reduce).wait(min(_RING_S, 0.8 * context.limit_s))
     first = found[0]
     for number, one in found.items():
         for name in ("fp32", "bf16"):
@@ -362,9 +367,9 @@ def ring(context: Context) -> tuple[str, Measured]:
 def _reduce(rank: Rank) -> Measured:
     device = rank.device()
     elements = _ON_DEVICE if device.type == "cuda" else _ON_CPU
-    own = Ring("127.0.0.1", TOKEN, RingOptions(limit_s=_LIMIT_S / 2))
+    own = Ring("127.0.0.1", TOKEN, RingOptions(limit_s=_RING_S / 2))
     rank.store.set(f"ring/{rank.number}", json.dumps(own.address))
-    rank.store.wait([f"ring/{number}" for number in range(rank.size)], timedelta(seconds=_LIMIT_S))
+    rank.store.wait([f"ring/{number}" for number in range(rank.size)], timedelta(seconds=_RING_S))
     addresses = [bounded_json.loads(rank.store.get(f"ring/{number}")) for number in range(rank.size)]
     own.reconfigure(1, addresses, rank.number)
     measured: Measured = {}
