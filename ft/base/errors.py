@@ -6,7 +6,9 @@ exception class        how the failure is handled
 ``UserError``          the run stops before anything is lost; the message is printed without a traceback
 ``RecoverableError``   the worker keeps running and retries the operation
 ``ReplaceNodeError``   the worker or its node is lost; a standby takes its logical ranks
+``DeviceUnusable``     the worker's device is lost; another worker takes its logical rank on another device
 ``FallbackError``      this copy of the training state is unusable; the next copy is tried
+``LastSaveFailed``     the run ends as planned, with the exit code ``NOT_SAVED``
 =====================  =========================================================================
 """
 

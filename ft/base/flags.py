@@ -24,6 +24,9 @@ def read_flags(
 
     Args:
         parser: a parser whose ``error`` raises :class:`UserError`.
+        words: the words of the command line, without the command.
+        known: the flags of the parser.
+        explain: what to say of a flag that is not among them.
 
     Returns:
         (the parsed values, the problems, flags whose values could not be parsed).

@@ -7,12 +7,12 @@ from typing import Any
 from ft.base.errors import Problems
 
 
-def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero: Collection[str] = ()) -> None:
+def check(table: Any, noun: str, order: Iterable[tuple[str, str]], may_be_zero: Collection[str] = ()) -> None:
     """Check a dataclass of timeouts in seconds.
 
     Args:
         noun: word for one of its fields, for messages.
-        ladder: (shorter, longer) pairs of field names. The shorter timeout must expire first: its expiry handles the
+        order: (shorter, longer) pairs of field names. The shorter timeout must expire first: its expiry handles the
             failure before the longer timeout would react to the same failure.
         may_be_zero: names of timeouts that may be zero.
 
@@ -26,7 +26,7 @@ def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero:
         if not is_number or not (value > 0 or (value == 0 and entry.name in may_be_zero)):
             problems.add([(f"{noun} {entry.name} is {value!r}", "give a positive number of seconds")])
     problems.refuse()
-    for shorter, longer in ladder:
+    for shorter, longer in order:
         if not getattr(table, shorter) < getattr(table, longer):
             problem = (
                 f"{noun} {longer} = {getattr(table, longer):g} s is not longer than "

@@ -112,7 +112,7 @@ def hold_the_interpreter(fault: Fault) -> None:
         usleep(ctypes.c_uint(int(min(left, 1000.0) * 1e6)))
 
 
-# The names of these two appear in the stacks of ft diagnose.
+# The names of segfault and stall appear in the stacks that ft diagnose shows.
 def segfault(fault: Fault) -> None:
     ctypes.string_at(0)
 

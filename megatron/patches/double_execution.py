@@ -26,8 +26,10 @@ _WITH_COLLECTIVES = (f"{_CORE}tensor_parallel.mappings", f"{_CORE}tensor_paralle
 
 
 class Listener(Protocol):
-    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``. ``is_active``: whether they call it
-    now.
+    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``.
+
+    Attributes:
+        is_active: whether the hooks call it now.
     """
 
     is_active: bool
@@ -57,22 +59,23 @@ class Listener(Protocol):
         """Run ``step``, the backward pass from ``output`` with the output's ``gradients``, and return its result."""
 
     def recomputed(self, function: Callable) -> Callable:
-        """Return a replacement for ``function``, which activation checkpointing calls in the forward and in the
-        backward.
-        """
+        """Return a replacement for ``function``, which activation checkpointing calls in both passes."""
 
     def window(self, kind: str) -> None:
-        """Begin a window: this rank is about to wait for communication between pipeline stages (``kind`` "p2p"), for
-        the
-        reduction of gradients ("dp") or for another collective ("tp").
+        """Begin a window: this rank is about to wait for communication.
+
+        Args:
+            kind: "p2p" between pipeline stages, "dp" the reduction of gradients, "tp" another collective.
         """
 
     def waited(self) -> None:
         """End the window: the communication is complete."""
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Begin a window whose duration varies between iterations, as with the all-to-all of MoE layers, until
-        ``is_over``.
+        """Begin a window whose duration varies between iterations, as with the all-to-all of MoE layers.
+
+        Args:
+            is_over: returns whether the window has ended.
         """
 
     def communicates(

@@ -112,10 +112,11 @@ def keeps_parameters(chunks: Iterable) -> bool:
     """Return whether between two steps each rank has all of its parameters, in buffers that its data-parallel peers
     have bit for bit.
 
-    With --overlap-param-gather it has not; the buffers of experts belong to other groups, and those of fp8 are not all.
+    With --overlap-param-gather or FSDP2 it has not; experts' buffers belong to other groups, those of fp8 are not all.
     """
     return all(
-        not chunk.ddp_config.overlap_param_gather
+        not is_fsdp2(chunk)
+        and not chunk.ddp_config.overlap_param_gather
         and not chunk.expert_parallel_bucket_groups
         and all(b.param_data is not None and b.param_data.is_floating_point() for b in chunk.buffers)
         for chunk in chunks

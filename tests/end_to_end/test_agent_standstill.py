@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from agent_jobs import DEADLINE_S, ROOT, Job
+from agent_jobs import DEADLINE_S, Job
 from harness import processes
+from pythons import environment
+from waiting import eventually
 
 from ft.job.agent.options import Script
 from ft.job.agent.pool import PoolBroken, WarmPool
@@ -127,12 +128,7 @@ def test_requests_that_the_pool_did_not_take_at_once_go_out_later(tmp_path):
         for number in range(4):
             pool.fork(f"n0.w{number}", str(tmp_path / "w.log"), {"LONG": "x" * 200_000})
         assert pool.channel.wants_write
-        deadline = time.monotonic() + DEADLINE_S
-        while len(born) < 4:
-            assert time.monotonic() < deadline, born
-            pool.flush()
-            born += pool.take()[0]
-            time.sleep(0.01)
+        eventually(lambda: pool.flush() or born.extend(pool.take()[0]) or len(born) == 4)
     finally:
         processes.end([pid for _, pid in born])
         pool.close()
@@ -174,13 +170,10 @@ def test_output_that_nobody_reads_stops_nothing(tmp_path):
     """A pager that is not scrolled: the agent goes on, the run ends, and then all of it is to be read."""
     (tmp_path / "script.py").write_text("for line in range(4000): print(line, 'x' * 100)\n")
     command = [sys.executable, "-m", "ft", "run", "--run-dir", "run", "--preload", "none", "script.py"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as job:
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE) as job:
         try:
-            deadline, events = time.monotonic() + DEADLINE_S, tmp_path / "run" / "events.jsonl"
-            while not events.exists() or "finished" not in events.read_text():
-                assert job.poll() is None and time.monotonic() < deadline
-                time.sleep(0.02)
+            events = tmp_path / "run" / "events.jsonl"
+            eventually(lambda: events.exists() and "finished" in events.read_text())
             said, _ = job.communicate(timeout=DEADLINE_S)
         finally:
             job.kill()

@@ -1,14 +1,12 @@
 """A real run whose nodes share no folder: etcd has the lease of the control plane, and its journal."""
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
-from ft_runs import ROOT, Running, flags, leftovers
+from ft_runs import Running, flags, leftovers
+from pythons import python
+from waiting import eventually
 
 from ft.base import events
 from ft.platform import election
@@ -68,29 +66,17 @@ def test_nodes_without_a_shared_folder_survive_the_node_of_the_control_plane_and
 
 
 def wait(node: Node):
-    deadline = time.monotonic() + LIMIT_S
-    while leftovers(node.folder, 0.0):
-        assert time.monotonic() < deadline, node.stop().explain()
-        time.sleep(0.1)
+    eventually(lambda: not leftovers(node.folder, 0.0), lambda: node.stop().explain(), LIMIT_S)
     return node.wait(LIMIT_S)
 
 
 def test_an_earlier_run_of_the_same_name_is_refused(corpus, tmp_path, etcd):  # noqa: F811
     url = etcd(1).url
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FT_TOKEN": "a token of the site"}
-    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "2", "--control", url, "--rdzv-id", "again"]
+    words = ["-m", "ft", "run", "--nproc-per-node", "2", "--control", url, "--rdzv-id", "again"]
     codes = []
     for number in range(2):
         script = f"pretrain_gpt.py {flags(corpus, '', 2)}".split()
-        done = subprocess.run(
-            [*command, "--run-dir", str(tmp_path / str(number)), *script],
-            cwd=ROOT,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        done = python(*words, "--run-dir", tmp_path / str(number), *script, FT_TOKEN="a token of the site")
         codes.append(done.returncode)
     assert codes == [0, 2], done.stdout + done.stderr
     assert "earlier run with the name again" in done.stderr and "etcdctl del --prefix ft/again-" in done.stderr

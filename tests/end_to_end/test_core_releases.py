@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import small_runs as runs
+from pythons import python
 
 from ft.base.errors import UserError
 
@@ -44,17 +45,10 @@ def oldest_core(request, tmp_path_factory) -> Path:
 
 def train(flags: str, core: Path | None = None) -> str:
     """Runs pretrain_gpt.py on two processes, with the installed core or the one in a folder; returns its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     first = [str(core)] if core else []
-    done = subprocess.run(
-        [*command, "pretrain_gpt.py", *runs.BASE.split(), *flags.split()],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]), "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    words = [*command, "pretrain_gpt.py", *runs.BASE.split(), *flags.split()]
+    done = python(*words, PYTHONPATH=os.pathsep.join([*first, str(ROOT)]))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,12 +1,10 @@
 """Every kind of fault of the table, in real runs: it ends as the table says, and the losses are those without it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from fault_bundles import BUNDLES
-from ft_runs import ROOT, flags, ft_run
+from ft_runs import flags, ft_run
+from pythons import python
 from test_hot_swap_nodes import Node
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED
@@ -103,9 +101,7 @@ def test_a_node_that_loses_its_power_is_replaced(corpus, reference, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_a_lost_cuda_context_says_is_what_the_table_says():
     code = "from ft.faults.worker import break_cuda; break_cuda(None)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, cwd=ROOT, check=False
-    )
+    done = python("-c", code)
     said = [line for line in done.stderr.splitlines() if "device-side assert" in line]
     assert said, done.stderr
     kind, _, message = said[0].partition(": ")

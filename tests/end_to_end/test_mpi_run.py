@@ -10,6 +10,7 @@ import pytest
 import replica_runs
 from ft_runs import ROOT, Finished, Running, flags
 from networks import mpirun
+from pythons import environment
 
 from ft.systems.hsdp import commits
 
@@ -78,7 +79,7 @@ class MpiRun(Running):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                env=environment(),
             )
 
     def standbys(self) -> set[str]:

@@ -1,6 +1,5 @@
 """Runs that can never start: each is refused soon, with both nodes' names and what to do."""
 
-import os
 import signal
 import socket
 import sys
@@ -11,6 +10,7 @@ from agent_jobs import ROOT, Job, ft
 from ft_runs import Running, flags
 from harness import started
 from nodes import Lab, why_not
+from pythons import environment
 
 from ft.base import events
 from ft.base.errors import ENDED_EARLY
@@ -129,14 +129,13 @@ def agents(lab: Lab, folder: Path, *of_second: str):
     """Start one agent on each host; return their processes and their output files."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     processes = []
     for host in lab.hosts:
         words = [sys.executable, "-m", "ft", "run", "--nnodes", "2", "--node-rank", str(host.index)]
         words += ["--rdzv-endpoint", f"{lab.hosts[0].address}:29400", "--run-dir", str(folder / "run")]
         words += [*(of_second if host.index else ()), "--preload", "none", str(folder / "train.py")]
         out = folder / f"{host.name}.out"
-        processes.append((started.start(words, ROOT, environ, out, host), out))
+        processes.append((started.start(words, ROOT, environment(), out, host), out))
     return processes
 
 

@@ -11,15 +11,21 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from control_world import LIMITS, World
+from histories import History
 from quorum_world import World as Quorums
 
 from ft.base.step_clock import COMPUTE
+from ft.faults.hang.causes import diagnose
+from ft.faults.hang.look import Departure, Look, Operation, Rank, Thread
 from ft.faults.health import rules
 from ft.job import messages as m
 from ft.job.control.sidecar import status_values
 from ft.job.control.stragglers import WINDOW
 from ft.net.codec import to_json
+from ft.observe.diagnose.hang import as_text as hang_as_text
 from ft.platform.health import EVENT, Observation, Reading
+from ft.record.block import describe, what_differs
+from ft.record.recoveries import recoveries
 
 # Words are separated by blanks, except inside of JSON's quotes, lists and objects.
 _WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{.*\}|\S)+')
@@ -267,6 +273,22 @@ class Run(Player):
             self.world.say(m.Observed("layout", {"places": {str(rank): place}, "checkfree": lost}))
         return self._lines()
 
+    def do_join(self, *indices, paths=None, address=None, **about):
+        """Agents of these nodes join. ``paths``, ``address``, ``about``: what they say of themselves (AgentJoined)."""
+        about = {
+            "torch": "2.13.0",
+            "python": "3.11.7",
+            "--nnodes": "2",
+            **{name: str(is_) for name, is_ in about.items()},
+        }
+        interfaces = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "eth1": "192.168.9.2"}
+        for i in indices:
+            told = {"about": about, "interfaces": interfaces, "machine": f"host{i}", "paths": paths or {}}
+            host, address = f"10.0.0.{i}", address or f"10.0.0.{i}:4000"
+            self.world.say(m.AgentJoined(f"n{i}", i, host, 2, 0, rendezvous_address=address, **told))
+            address = None
+        return self._lines()
+
     def do_finding(self, name, node="n0", device="gpu7", index=None, acts=True, lacks="", **changes):
         """The node reports the finding that an event of this name makes, without the field that it ``lacks``."""
         seen = Observation(node, device, name, 1, "", 50.0, EVENT, "as the kernel log says")
@@ -432,3 +454,123 @@ def _decided(decision, quorums) -> list[str]:
 
 def _numbers(found) -> str:
     return " ".join(map(str, found)) or "nobody"
+
+
+# --- the report of recoveries -----------------------------------------------------------------------------------------
+
+
+class Recoveries(Player):
+    """The history of a run, made by hand; the commands are events, with their seconds since the start of the run."""
+
+    history: History
+
+    def do_history(self, world_size=4):
+        """A run that trains from second 1.1 on."""
+        self.history = History(world_size)
+        return []
+
+    def do_say(self, at, name, **values):
+        self.history.say(at, name, **values)
+        return []
+
+    def do_inject(self, at, *ranks, **how):
+        for rank in ranks:
+            self.history.inject(at, rank, **how)
+        return []
+
+    def do_detect(self, at, *ranks, step=20, **how):
+        for rank in ranks:
+            self.history.detect(at, rank, step, **how)
+        return []
+
+    def do_join(self, at, node, machine):
+        self.history.join(at, node, machine)
+        return []
+
+    def do_lose_node(self, at, node, *ranks, **how):
+        self.history.lose_node(at, node, *ranks, **how)
+        return []
+
+    def do_held(self, **seats):
+        """From now on these workers hold these ranks: ``r2=n1.w0``."""
+        self.history.seats.update({rank[1:]: worker for rank, worker in seats.items()})
+        return []
+
+    def do_close(self, at):
+        self.history.close(at)
+        return []
+
+    def do_open(self, at, **joiners):
+        self.history.open(at, **joiners)
+        return []
+
+    def do_repair(self, at, step=20):
+        self.history.repair(at, step)
+        return []
+
+    def do_replacement(self, at, rank, by, step=20):
+        self.history.replacement(at, rank, by, step)
+        return []
+
+    def do_recoveries(self):
+        """Show what is told of each recovery, and what belongs to it without being told."""
+        return [line for one in recoveries(self.history.events) for line in self._told(one)]
+
+    def _told(self, one) -> list[str]:
+        injected = ", ".join(f"{event.detail['kind']} of rank {event.rank}" for event in one.injected) or "nothing"
+        over = "over" if one.is_over else "not over"
+        more = f"injected {injected}; epoch {one.closed} to {one.epoch}; attempts {one.attempts}; {over}"
+        return [*describe(one).splitlines(), *filter(None, (one.headline, more, what_differs(one)))]
+
+
+# --- the causes of hangs ----------------------------------------------------------------------------------------------
+
+_OPERATION = re.compile(r"(\w+)(?::(\w+))?(?:@(\d+))?(?:#(\d+))?(?:\((.*)\))?")
+
+
+def _operation(text: str, age_s: float | None = None) -> Operation:
+    """Return an operation: ``GROUP``, or ``GROUP:NAME@PEER#NUMBER(SIZES)``; by default the first all_reduce."""
+    group, name, peer, number, sizes = _OPERATION.fullmatch(text).groups()
+    name, peer, number = name or "all_reduce", None if peer is None else int(peer), int(number or 1)
+    return Operation(group, name, number, peer, (sizes,) if sizes else (), age_s=age_s)
+
+
+class Hang(Player):
+    """What the ranks of a run say when it hangs, and what ``ft diagnose hang`` makes of that."""
+
+    def do_groups(self, **groups):
+        """The process groups of a run, of whose ranks nothing is known yet."""
+        self.groups = {name: tuple(map(int, ranks.split(","))) for name, ranks in groups.items()}
+        self.ranks, self.hosts = {}, {}
+        return []
+
+    def do_hosts(self, **hosts):
+        self.hosts = hosts
+        return []
+
+    def do_rank(self, number, *pending, departs="", stands=(), age_s=None, node="n0", counts=None, **more):
+        """What one rank says.
+
+        Args:
+            number: the rank.
+            pending: the operations in which it waits.
+            departs: how its step differs from the one before: kind, operation that was due, operation that came.
+            stands: the calls in which its training thread is.
+            age_s: seconds since it has started the operations.
+            node: its node.
+            counts: channel -> number of the last operation there, beside those of ``pending``.
+            more: further fields of :class:`ft.faults.hang.look.Rank`.
+        """
+        operations = tuple(_operation(text, age_s) for text in pending)
+        counted = {one.channel: one.sequence for one in operations} | (counts or {})
+        if departs:
+            kind, *both = departs.split()
+            more["departure"] = Departure(kind, *map(_operation, both))
+        if stands:
+            more["threads"] = (Thread("MainThread", tuple(stands), trains=True),)
+        self.ranks[number] = Rank(number, f"{node}.w{number}", node, counts=counted, operations=operations, **more)
+        return []
+
+    def do_diagnose(self):
+        look = Look(self.ranks, self.groups, hosts=self.hosts)
+        return [line for line in hang_as_text(look, diagnose(look)).splitlines() if line]

@@ -5,7 +5,6 @@ The names of functions are those of torch/csrc/distributed/c10d/ProcessGroupNCCL
 
 import contextlib
 import threading
-import time
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -139,14 +138,6 @@ def take_over_torch(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
-def eventually(holds) -> None:
-    """Wait until ``holds()``."""
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class RendezvousStore(dist.HashStore):

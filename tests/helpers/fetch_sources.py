@@ -1,10 +1,8 @@
-"""Parts for tests of the catch-up: states, sources in processes of their own, and a proxy that alters traffic."""
+"""Parts for tests of the catch-up: states, and sources in processes of their own."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -79,59 +77,6 @@ def _serve(live: dict[str, torch.Tensor], to_test) -> None:
     to_test.send(server.address)
     while True:
         signal.pause()
-
-
-class Proxy:
-    """A TCP proxy in front of the source at ``target``.
-
-    Args:
-        target: "host:port" of the source.
-        answer: (bytes on their way to the client, number of bytes before them) -> bytes to send instead; None: send
-            nothing more and close the connection.
-    """
-
-    def __init__(self, target: str, answer: Callable[[bytes, int], bytes | None]):
-        self._target, self._answer = target, answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
-        self._threads: list[threading.Thread] = []
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._start(self._accept)
-
-    def close(self) -> None:
-        for end in self._sockets:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        for thread in self._threads:
-            thread.join(WAIT_S)
-
-    def _start(self, target: Callable, *arguments) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                host, port = self._target.rsplit(":", 1)
-                far = socket.create_connection((host, int(port)))
-                self._sockets += [near, far]
-                self._start(self._pump, near, far, lambda data, before: data)
-                self._start(self._pump, far, near, self._answer)
-
-    def _pump(self, source: socket.socket, target: socket.socket, change: Callable) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                changed = change(data, passed)
-                passed += len(data)
-                if changed is None:
-                    break
-                target.sendall(changed)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 def once_past(nbytes: int, act: Callable[[], None]) -> Callable[[bytes, int], bytes]:

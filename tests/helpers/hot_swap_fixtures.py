@@ -1,8 +1,7 @@
 """Fixtures of the hot-swap tests: a corpus, and the losses of fault-free training on it."""
 
-import subprocess
-
 import pytest
+import small_disks
 import small_runs as runs
 from ft_runs import flags
 
@@ -35,12 +34,5 @@ def reference(ranks, corpus, tmp_path_factory):
 @pytest.fixture
 def small_disk(tmp_path, request):
     """A file system of 2 MiB, or of the size that the test gives as a parameter; removed at the end."""
-    folder, size = tmp_path / "disk", getattr(request, "param", "2m")
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disks.small_disk(tmp_path / "disk", getattr(request, "param", "2m")) as folder:
+        yield folder

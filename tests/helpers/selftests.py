@@ -1,13 +1,13 @@
 """Runs of `ft selftest` in processes of their own."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_runs import ROOT, leftovers
+import pythons
+from ft_runs import leftovers
 
 LIMIT_S = 400.0
 
@@ -33,8 +33,8 @@ class Ended:
 def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen:
     """Start `ft selftest --json` with these flags."""
     command = [sys.executable, "-m", "ft", "selftest", "--json", "--run-dir", str(folder), *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environ, pipe = pythons.environment(**environment), subprocess.PIPE
+    return subprocess.Popen(command, cwd=pythons.ROOT, env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
 def end(process: subprocess.Popen, folder: Path) -> Ended:

@@ -1,18 +1,11 @@
 """Plays one seed of a simulation, here or in a process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from pythons import python
 
 
 def told(name, seed, hash_seed):
     """Return what a process of its own prints of one seed of the simulation ``name``, and its exit code."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [sys.executable, "-m", "tests.simulation", name, "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, timeout=180, env=environment, cwd=ROOT, check=False)
+    done = python("-m", "tests.simulation", name, "--seed", seed, PYTHONHASHSEED=str(hash_seed))
     return done.stdout, done.returncode
 
 

@@ -1,7 +1,6 @@
-"""Workers of one process that hold snapshots for each other, and a proxy that alters the traffic between them."""
+"""Workers of one process that hold snapshots for each other."""
 
 import contextlib
-import socket
 import threading
 
 import torch
@@ -61,56 +60,6 @@ class Crew:
         for snaps, server in zip(self.snaps, self.servers, strict=True):
             snaps.close()
             server.close()
-
-
-class Proxy:
-    """A proxy between a worker and its peer. ``spoil(connections, total, data)`` returns what to pass; None: cut."""
-
-    def __init__(self, network, target: str, spoil):
-        self._network = network
-        self._spoil, self._target, self.connections, self._open = spoil, target, 0, []
-        self._listener, self.address = network.listen()
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        for each in (self._listener, *self._open):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        for each in (self._listener, *self._open):
-            each.close()
-
-    def _accept(self):
-        threads = []
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                self.connections += 1
-                far = self._network.dial(self._target, 10)
-                far.settimeout(None)
-                self._open += [near, far]
-                threads += [threading.Thread(target=self._pump, args=pair) for pair in ((near, far), (far, near))]
-                for thread in threads[-2:]:
-                    thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _pump(self, source, sink):
-        total, forth = 0, source in self._open[::2]
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                data = self._spoil(self.connections, total, data) if forth else data
-                if data is None:
-                    break
-                total += len(data)
-                sink.sendall(data)
-        for each in (source, sink):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

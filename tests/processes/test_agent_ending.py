@@ -1,15 +1,11 @@
 """How a worker's process ends, against how ``python`` ends the same script."""
 
 import gzip
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pythons import python
 
-ROOT = Path(__file__).parent.parent.parent
-DEADLINE_S = 60
 AS_A_WORKER = "import sys; from ft.job.agent import ending, warm; ending.leave(warm.run_script(sys.argv[1], False, []))"
 
 SCRIPT = """
@@ -50,15 +46,7 @@ def run(folder: Path, command: list[str], script: str) -> tuple:
     """(exit status, output, last line of the errors, what is in its files) of a script."""
     folder.mkdir()
     (folder / "script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, *command, "script.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = python(*command, "script.py", folder=folder)
     packed = gzip.decompress((folder / "packed").read_bytes())
     files = [(folder / "kept").read_bytes(), (folder / "text").read_text(), packed]
     return done.returncode, done.stdout, done.stderr.splitlines()[-1:], files

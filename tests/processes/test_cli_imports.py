@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pythons import python
 
 from ft import cli
 
@@ -25,15 +24,7 @@ except SystemExit:
     pass
 sys.stderr.write(", ".join(name for name in {HEAVY!r} if name in sys.modules))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=180,
-    )
+    done = python("-c", code)
     assert not done.stderr, f"ft {subcommand} imports {done.stderr}"
 
 
@@ -60,14 +51,6 @@ def test_another_trainer_on_the_import_path_does_not_hide_this_one(tmp_path):
         ["-c", "import sys; from ft import cli; sys.exit(cli.main())", "check", str(ROOT / "pretrain_gpt.py")],
         [str(ROOT / "pretrain_gpt.py"), "--help"],
     ):
-        done = subprocess.run(
-            [sys.executable, *command, *flags.split(), *sizes.split()],
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=180,
-        )
-        assert done.returncode == 0, done.stdout
+        first = os.pathsep.join(map(str, (tmp_path, ROOT)))
+        done = python(*command, *flags.split(), *sizes.split(), folder=tmp_path, PYTHONPATH=first)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -5,21 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import small_runs as runs
 from checkpoint_flips import poison
+from pythons import environment, python
 
-ROOT = Path(__file__).parent.parent.parent
 
-
-def run(*words: str, check: bool = True, timeout: float = 180) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout, check=False
-    )
+def run(*words: str, check: bool = True) -> subprocess.CompletedProcess:
+    done = python(*words)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -96,10 +90,7 @@ def test_ft_ends_quietly_when_nobody_reads_its_output_any_more():
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "ft", "plan", "policy"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=180, check=False
-    )
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment(), text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 

@@ -4,9 +4,9 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
+from waiting import eventually
 
 from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
 from ft.job.messages import AgentBeat, Close, Observed
@@ -109,13 +109,6 @@ def receive(control: ControlChannel, count: int) -> list[Posted]:
 def numbers(posted: list[Posted]) -> list[int]:
     assert all(entry.report == report(entry.number) for entry in posted)
     return [entry.number for entry in posted]
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_control_plane_whose_own_connection_is_lost_gets_nothing_and_goes_on(channel):

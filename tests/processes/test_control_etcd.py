@@ -1,10 +1,6 @@
 """The control plane's process with its lease and journal on etcd, and an agent with its workers played by the test."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -12,7 +8,8 @@ from queue import Queue
 
 import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
-from test_control_sidecar import LIMIT_S, ROOT, TOKEN, Played, repaired
+from test_control_sidecar import LIMIT_S, TOKEN, Played, repaired, sidecar
+from waiting import eventually
 
 from ft.job import messages as m
 from ft.job.agent.uplink import Linked, Refused, Uplink
@@ -43,20 +40,8 @@ class OnEtcd(Played):
         keep_on_etcd(self.folder, self._url, "run", TOKEN)
         election.claim(self.folder, self._term, "n0")
         options = {"world_size": 2, "nodes": 1, "command": ["train.py"], "timeouts": BEHIND_ETCD}
-        command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(self.folder), "--term", str(self._term)]
-        self.process = subprocess.Popen(
-            [*command, "--where", "tcp://127.0.0.1:0", "--options", json.dumps(options)],
-            env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=self.log,
-            stderr=self.log,
-        )
-        deadline = time.monotonic() + LIMIT_S
-        while (standing := election.read(self.folder)) is None or standing.term < self._term:
-            assert self.process.poll() is None and time.monotonic() < deadline, (
-                self._nodes / "control.log"
-            ).read_text()
-            time.sleep(0.01)
-        self.channel = AgentChannel(standing.where, "n0", TOKEN, LIMIT_S)
+        self.process = sidecar(self.folder, self.log, options, "--term", str(self._term))
+        self.channel = AgentChannel(eventually(self._standing).where, "n0", TOKEN, LIMIT_S)
         taken = self.channel.taken()
         self._kept = deque(entry for entry in self._kept if entry[0] > taken)
         for number, report in self._kept:
@@ -69,6 +54,11 @@ class OnEtcd(Played):
             self._kept.append((self.number, report))
             with contextlib.suppress(ConnectionError):
                 self.channel.post(self.number, report)
+
+    def _standing(self):
+        assert self.process.poll() is None, (self._nodes / "control.log").read_text()
+        standing = election.read(self.folder)
+        return standing if standing is not None and standing.term >= self._term else None
 
     def kill(self):
         self.process.kill()
@@ -156,11 +146,7 @@ def test_an_agents_uplink_finds_the_next_control_plane(played, monkeypatch):
     came = []
 
     def until(true):
-        deadline = time.monotonic() + LIMIT_S
-        while not true():
-            assert time.monotonic() < deadline, (came, played.decisions()[-12:])
-            came.extend(uplink.take())
-            time.sleep(0.01)
+        eventually(lambda: came.extend(uplink.take()) or true(), lambda: (came, played.decisions()[-12:]))
 
     uplink.start(lambda secret: m.AgentJoined("n1", 1, "127.0.0.1", 0, 1), 0)
     try:

@@ -2,17 +2,16 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 from queue import Queue
 
 import psutil
 import pytest
 from control_world import World
+from pythons import environment, python
+from waiting import eventually
 
 from ft.base import events
 from ft.base.errors import UserError
@@ -23,7 +22,6 @@ from ft.job.control.journal import Journal, recall
 from ft.job.control.sidecar import parse_options
 from ft.job.control.state import RUNNING
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
 TOKEN = "the token of the test"
 
@@ -161,6 +159,13 @@ def test_options():
     assert (options.world_size, options.nodes, options.hot_swap, options.timeouts.join_s) == (2, 1, False, 900.0)
 
 
+def sidecar(folder, log, options, *flags: str) -> subprocess.Popen:
+    """Start a side-car of the run in ``folder``."""
+    command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(folder), "--where", "tcp://127.0.0.1:0"]
+    command += ["--options", json.dumps(options), *flags]
+    return subprocess.Popen(command, env=environment(FT_TOKEN=TOKEN), stdout=log, stderr=log)
+
+
 class Played:
     """A side-car, and an agent with its workers played by the test."""
 
@@ -168,24 +173,18 @@ class Played:
         self.folder = folder
         self.log = open(folder / "control.log", "wb")  # noqa: SIM115 - closed with the side-car
         options = {"world_size": world_size, "nodes": 1, "command": ["train.py"]}
-        command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(folder)]
-        self.process = subprocess.Popen(
-            [*command, "--where", "tcp://127.0.0.1:0", "--options", json.dumps(options)],
-            env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=self.log,
-            stderr=self.log,
-        )
+        self.process = sidecar(folder, self.log, options)
         where = self.await_file("control.json")["where"]
         self.channel = AgentChannel(where, "n0", TOKEN, LIMIT_S)
         self.orders, self.number = Queue(), 0
         threading.Thread(target=follow, args=(self.channel, self.orders), daemon=True).start()
 
     def await_file(self, name):
-        deadline = time.monotonic() + LIMIT_S
-        while not (self.folder / name).exists():
+        def is_there():
             assert self.process.poll() is None, (self.folder / "control.log").read_text()
-            assert time.monotonic() < deadline, f"no {name}"
-            time.sleep(0.01)
+            return (self.folder / name).exists()
+
+        eventually(is_there, f"no {name}")
         return json.loads((self.folder / name).read_text())
 
     def say(self, *reports):
@@ -293,12 +292,8 @@ subprocess.Popen([sys.executable, "-m", "ft.job.control", "--run-dir", {str(tmp_
                   "tcp://127.0.0.1:0", "--options", {options!r}])
 time.sleep(100)
 """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-    )
-    deadline = time.monotonic() + LIMIT_S
-    while not (tmp_path / "control.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment(FT_TOKEN=TOKEN))
+    eventually((tmp_path / "control.json").exists)
     child = psutil.Process(json.loads((tmp_path / "control.json").read_text())["pid"])
     parent.kill()
     parent.wait()
@@ -308,13 +303,6 @@ time.sleep(100)
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
     channel = ControlChannel("tcp://127.0.0.1:0", TOKEN)
-    command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--where", channel.where, "--options", '{"world_size": 1}'],
-        env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    words = ["-m", "ft.job.control", "--run-dir", tmp_path, "--where", channel.where]
+    done = python(*words, "--options", '{"world_size": 1}', FT_TOKEN=TOKEN)
     assert done.returncode == 2 and "cannot be listened on" in done.stderr and done.stdout == ""

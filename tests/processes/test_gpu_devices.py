@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from waiting import eventually
 
 from ft.job.agent.devices import Devices
 from ft.job.messages import DeviceReleased
@@ -87,14 +88,6 @@ def known(count, workers, **how):
     return found
 
 
-def reports_of(found, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while not (reports := found.reports()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return reports
-
-
 def test_a_device_is_released_when_its_memory_is_free(plant):
     plant(SOUND, SOUND)
     found = known(2, 2)
@@ -104,7 +97,7 @@ def test_a_device_is_released_when_its_memory_is_free(plant):
     time.sleep(0.3)
     assert found.is_busy and not found.reports()
     plant(SOUND, {**SOUND, "used": GIB})
-    assert reports_of(found) == [DeviceReleased("n0.w1", "n0", 1)]
+    assert eventually(found.reports) == [DeviceReleased("n0.w1", "n0", 1)]
     assert not found.is_busy and found.sound(2) == [0, 1]
 
 
@@ -118,7 +111,7 @@ def test_a_device_that_stays_full_or_turned_out_broken_is_not_used_again(plant):
     found.ended("n0.w1", "n0")
     reports = {}
     while len(reports) < 2:
-        reports |= {report.device: report.problem for report in reports_of(found)}
+        reports |= {report.device: report.problem for report in eventually(found.reports)}
     assert "was not free 0.2 s after its worker n0.w0 had ended" in reports[0]
     assert reports[1] == "the driver asks for a reset" and found.sound(3) == [2]
 

@@ -16,13 +16,13 @@ from fetch_sources import (
     TOKEN,
     WAIT_S,
     Process,
-    Proxy,
     blank,
     descriptors,
     equal,
     once_past,
     state,
 )
+from proxies import Proxy
 
 from ft.net import listener as door
 from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
@@ -411,7 +411,7 @@ def test_what_a_member_has_said_is_of_no_use_on_another_connection(closing):
     live = state(21, 0.1)
     source = serving(closing, live)
     said: list[bytes] = []
-    get([opened(closing, _Recorder(source.address, said))], blank(live))
+    get([opened(closing, Proxy(source.address, asks=lambda data, before: said.append(data) or data))], blank(live))
     recorded = b"".join(said)
     with _connected(source) as stranger:
         with contextlib.suppress(OSError):  # the source may have closed the connection already
@@ -429,20 +429,6 @@ def test_what_a_member_has_said_is_of_no_use_on_another_connection(closing):
     with pytest.raises(ConnectionError):
         channel.receive()
     channel.close()
-
-
-class _Recorder(Proxy):
-    """Keeps what is asked."""
-
-    def __init__(self, target: str, said: list[bytes]):
-        self._said = said
-        super().__init__(target, lambda data, before: data)
-
-    def _pump(self, source, target, change) -> None:
-        if change is self._answer:
-            super()._pump(source, target, change)
-        else:
-            super()._pump(source, target, lambda data, before: self._said.append(data) or data)
 
 
 GREETING = Party("a guess", PURPOSE, is_dialer=False).greeting()

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import random
 import signal
 import socket
@@ -11,11 +10,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import wait
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
+from pythons import environment
+from waiting import eventually
 
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
@@ -28,7 +28,6 @@ from ft.platform import election
 from ft.platform.election import QUORUM, SUCCEEDED
 from ft.systems.hsdp.components import Components
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
 TOKEN = "the token of the test"
 LEADER = """
@@ -66,8 +65,7 @@ class Service:
         return found.term if found is not None else -1
 
     def run(self, *words):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, *words], env=environment, stdout=self.log, stderr=self.log)
+        process = subprocess.Popen([sys.executable, *words], env=environment(), stdout=self.log, stderr=self.log)
         self.processes.append(process)
         return process
 
@@ -82,10 +80,7 @@ class Service:
         return client
 
     def until(self, is_so, words):
-        deadline = time.monotonic() + LIMIT_S
-        while not is_so():
-            assert time.monotonic() < deadline, f"{words}\n{self.said()}"
-            time.sleep(0.01)
+        eventually(is_so, lambda: f"{words}\n{self.said()}")
 
     def named(self):
         """Names of the events so far."""

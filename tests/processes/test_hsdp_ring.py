@@ -6,34 +6,18 @@ import threading
 import pytest
 import torch
 from cuda_model import Cuda
+from rings import gather, ring_members
 
 from ft.base.errors import EpochClosed, UserError
 from ft.systems.hsdp.ring import Ring, RingOptions, numbers
 from ft.systems.hsdp.ring.numbers import Buffers, items
 from ft.systems.hsdp.ring.staging import Staged, Staging
 
-SMALL = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
-
 
 @pytest.fixture
 def members():
-    """Makes rings, in their order; closes them and sees that nothing is left."""
-    before, made = set(threading.enumerate()), []
-
-    def make(count: int, options: RingOptions = SMALL) -> list[Ring]:
-        rings = [Ring("127.0.0.1", "secret", options) for _ in range(count)]
-        made.extend(rings)
-        return rings
-
-    yield make
-    for ring in made:
-        ring.close()
-    assert not {each for each in threading.enumerate() if each.name == "ft-ring"} - before
-
-
-def gather(rings: list[Ring], number: int) -> None:
-    for me, ring in enumerate(rings):
-        ring.reconfigure(number, [each.address for each in rings], me)
+    with ring_members() as make:
+        yield make
 
 
 def reduce(rings: list[Ring], tensors: list[torch.Tensor], scale: float = 1.0) -> list:

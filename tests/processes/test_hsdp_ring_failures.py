@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 import torch
+from rings import CALM, gather, ring_members
 
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, accept, dial
 from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
@@ -27,44 +28,12 @@ STRANGERS_WORDS = Party("", connect.PURPOSE, False).greeting() + bytes(connect.A
 QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=1.2)
 PATIENT = RingOptions(chunk_bytes=4096, chunks=2, limit_s=6)
 """Neighbours have seconds to answer in, on a busy machine too."""
-CALM = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)
 
 
 @pytest.fixture
 def members():
-    """Makes rings, in their order; closes them and sees that no thread and no descriptor is left."""
-    made: list[Ring] = []
-    before = descriptors()
-
-    def make(count: int, options: RingOptions = CALM, token: str = "secret") -> list[Ring]:
-        rings = [Ring("127.0.0.1", token, options) for _ in range(count)]
-        made.extend(rings)
-        return rings
-
-    yield make
-    for ring in made:
-        ring.close()
-    deadline = time.monotonic() + 120
-    while (threads() or descriptors() - before) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not threads() and not descriptors() - before
-
-
-def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("ft-ring")]
-
-
-def descriptors() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {each for each in found if each.startswith(("socket:", "pipe:"))}
-
-
-def gather(rings: list[Ring], number: int) -> None:
-    for me, ring in enumerate(rings):
-        ring.reconfigure(number, [each.address for each in rings], me)
+    with ring_members() as make:
+        yield make
 
 
 def reduce(rings: list[Ring], size: int = 5000) -> list:
@@ -341,10 +310,7 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
         (b"220 mail.example.org ESMTP ready\r\n", "does not speak the ring's protocol"),
         (b"220 mail\r\n", "does not speak the ring's protocol"),
         (b"", "hung up"),
-        (
-            Party("", connect.PURPOSE, False).greeting() + bytes(connect.ANSWER.size + PROOF_BYTES),
-            "no member of this run",
-        ),
+        (STRANGERS_WORDS, "no member of this run"),
         (None, "has not come to quorum 1"),
     ],
     ids=["another protocol", "a short line", "nothing", "a stranger", "silence"],

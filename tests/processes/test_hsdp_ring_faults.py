@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import eventually
 
 from ft.systems.hsdp.ring import Ring, RingOptions
 
@@ -19,12 +20,8 @@ PATIENCE_S = 60
 
 def told(folder: Path, name: str) -> str:
     """What is said under this name, once it is."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if (folder / name).exists():
-            return (folder / name).read_text()
-        time.sleep(0.002)
-    raise TimeoutError(name)
+    eventually((folder / name).exists, name, PATIENCE_S, 0.002)
+    return (folder / name).read_text()
 
 
 def say(folder: Path, name: str, what: str = "") -> None:

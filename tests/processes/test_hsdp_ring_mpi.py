@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 from networks import Relays
+from rings import gather
 
 from ft.systems.hsdp.ring import Ring, RingOptions
 
@@ -20,8 +21,7 @@ def relays():
 
 def reduce(rings: list[Ring], number: int, dtype: torch.dtype) -> list:
     """The outcomes of an all-reduce in a new quorum; the sum is checked where they are good."""
-    for me, ring in enumerate(rings):
-        ring.reconfigure(number, [each.address for each in rings], me)
+    gather(rings, number)
     tensors = [torch.full((300_001,), float(me + 1), dtype=dtype) for me in range(len(rings))]
     outcomes = [each.wait() for each in [r.all_reduce(t, 0.5) for r, t in zip(rings, tensors, strict=True)]]
     for outcome, tensor in zip(outcomes, tensors, strict=True):

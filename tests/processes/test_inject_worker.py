@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pythons import environment
+from waiting import eventually
 
 from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
 from ft.faults import Fault, write
@@ -17,7 +19,6 @@ from ft.faults.agent import AgentInjector, agents_faults, kill_control
 from ft.faults.worker import MOST_SLEEP_S, Injector
 from ft.platform import election
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
 
 
@@ -43,13 +44,6 @@ class Diary:
 def injector(*faults: Fault, rank: int = 3, fired=(), began=None) -> tuple[Injector, Diary]:
     diary = Diary()
     return Injector(faults, rank, "n1", fired, diary.announce, diary, began), diary
-
-
-def wait_for(true, what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"no {what} within {LIMIT_S} s"
-        time.sleep(0.005)
 
 
 def test_a_fault_happens_in_its_step_and_phase_only_and_once():
@@ -110,7 +104,7 @@ def test_exceptions(name, kind):
 
 def test_an_exception_by_the_clock_is_raised_at_the_next_point_of_the_training_thread():
     hurt, diary = injector(Fault(5, "exception", time=0.0, rank=3))
-    wait_for(lambda: diary.entries, "announcement")
+    eventually(lambda: diary.entries, "announcement")
     hurt.close()
     hurt.at("transfer", 1)
     with pytest.raises(RecoverableError):
@@ -120,7 +114,7 @@ def test_an_exception_by_the_clock_is_raised_at_the_next_point_of_the_training_t
 
 def test_faults_by_the_clock_come_in_the_order_of_their_times():
     hurt, diary = injector(Fault(2, "drop", time=0.06, rank=3), Fault(1, "corrupt-snapshot", time=0.02, rank=3))
-    wait_for(lambda: len(diary.entries) == 4, "second fault")
+    eventually(lambda: len(diary.entries) == 4, "second fault")
     assert diary.entries == [("announced", 1), "corrupted own", ("announced", 2), "dropped"]
     hurt.close()
 
@@ -129,7 +123,7 @@ def test_a_fault_that_is_overdue_comes_at_once_and_one_far_off_can_be_called_off
     hurt, diary = injector(
         Fault(1, "drop", time=60.0, rank=3), Fault(2, "drop", time=9000.0, rank=3), began=time.time() - 100
     )
-    wait_for(lambda: len(diary.entries) == 2, "overdue fault")
+    eventually(lambda: len(diary.entries) == 2, "overdue fault")
     hurt.close()
     assert diary.entries == [("announced", 1), "dropped"]
 
@@ -185,9 +179,9 @@ print("end", flush=True)
 """
 
 
-def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True)
+def start(code: str, *arguments: str, **more: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE, text=True)
 
 
 def ended(process: subprocess.Popen) -> tuple[int, list[str]]:
@@ -210,7 +204,7 @@ def test_a_kill_by_the_clock_counts_from_where_training_began(tmp_path):
 
 def test_a_hang_stops_the_process_and_ends_by_itself_when_asked_to(tmp_path):
     process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=0.3)))
-    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
+    eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
     code, lines = ended(process)
     assert code == 0
     assert lines[2:4] == ["announced 4", "step 3"]
@@ -218,12 +212,12 @@ def test_a_hang_stops_the_process_and_ends_by_itself_when_asked_to(tmp_path):
 
 def test_a_hung_worker_that_is_killed_leaves_nobody_behind(tmp_path):
     process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=900)))
-    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
+    eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
     below = psutil.Process(process.pid).children()
     assert len(below) == 1
     process.kill()
     assert ended(process)[0] == -signal.SIGKILL
-    wait_for(lambda: not below[0].is_running() or below[0].status() == psutil.STATUS_ZOMBIE, "end of the helper")
+    eventually(lambda: not below[0].is_running() or below[0].status() == psutil.STATUS_ZOMBIE, "end of the helper")
 
 
 def test_which_faults_are_an_agents():
@@ -261,7 +255,7 @@ def test_the_control_plane_is_killed_by_the_clock_unless_it_has_been(tmp_path):
     agent = AgentInjector(faults, "n0", tmp_path, announced.append)
     agent.update([1])
     agent.begin()
-    wait_for(lambda: announced, "second fault")
+    eventually(lambda: announced, "second fault")
     agent.close()
     assert [fault.number for fault in announced] == [2]
 
@@ -291,7 +285,9 @@ def test_a_killed_node_takes_all_its_processes_with_it():
     code, lines = ended(start(NODE))
     assert code == -signal.SIGKILL
     assert lines[1:] == ["announced"]
-    wait_for(lambda: not psutil.pid_exists(int(lines[0])) or psutil.Process(int(lines[0])).status() == "zombie", "end")
+    eventually(
+        lambda: not psutil.pid_exists(int(lines[0])) or psutil.Process(int(lines[0])).status() == "zombie", "end"
+    )
 
 
 def test_a_partition_in_the_machines_own_namespace_is_refused(tmp_path):
@@ -337,7 +333,7 @@ def namespace():
 def test_a_partition_takes_the_interfaces_down_and_gives_them_and_their_routes_back(seconds, namespace):
     done = subprocess.run(
         ["ip", "netns", "exec", namespace, sys.executable, "-c", PARTITION, seconds],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -10,6 +10,7 @@ import nodes
 import pytest
 import start_up
 from nodes import Lab, why_not
+from waiting import eventually
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -123,11 +124,11 @@ def test_a_host_ends_with_whoever_made_it(tmp_path):
         f"print(host.start(['sleep', '60']).pid, file=open({str(note)!r}, 'w'), flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=Path(nodes.__file__).parent.parent)
-    wait_until(lambda: note.exists() and note.read_text().endswith("\n"))
+    eventually(lambda: note.exists() and note.read_text().endswith("\n"))
     pid = int(note.read_text())
     owner.kill()
     owner.wait()
-    wait_until(lambda: not os.path.exists(f"/proc/{pid}") or _state(pid) == "Z")
+    eventually(lambda: not os.path.exists(f"/proc/{pid}") or _state(pid) == "Z")
 
 
 def test_a_control_plane_behind_a_broken_network_is_a_lost_connection(lab):
@@ -154,13 +155,6 @@ def ask(host, other, count: int = 1, size: int = 10, patience_s: float = 0.5) ->
         )
     except subprocess.CalledProcessError:
         return None
-
-
-def wait_until(true, limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _state(pid: int) -> str:

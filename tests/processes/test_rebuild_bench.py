@@ -4,13 +4,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from ft_runs import flags, ft_run
+from pythons import python
 
 from ft.base.errors import UserError
 from ft.net.store import StoreServer
@@ -174,15 +174,7 @@ def test_work_is_counted_by_hand():
 
 
 def bench(name: str, *words: str) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, f"tools/bench/{name}.py", *words],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(f"tools/bench/{name}.py", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(text) for text in done.stdout.splitlines()]
 

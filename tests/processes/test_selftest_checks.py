@@ -1,13 +1,12 @@
 """The checks of ``ft selftest``: each finds its planted fault, a hang ends at its deadline, no process stays."""
 
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import selftests
-from ft_runs import ROOT, leftovers
+from ft_runs import leftovers
+from pythons import python
+from waiting import eventually
 
 from ft.lab.selftest.table import CHECKS
 from ft.platform.network import free_port
@@ -129,9 +128,8 @@ with Executor() as executor:
     ],
 )
 def test_a_check_that_hangs_or_breaks_ends_at_its_deadline(tmp_path, function, limit, how, expected):
-    words = [sys.executable, "-c", HANGS, str(tmp_path), function, limit, how]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
-    assert done.stdout.startswith(expected) and done.stdout.strip().endswith("| 0"), done
+    done = python("-c", HANGS, tmp_path, function, limit, how)
+    assert done.returncode == 0 and done.stdout.startswith(expected) and done.stdout.strip().endswith("| 0"), done
 
 
 @pytest.mark.parametrize(
@@ -140,10 +138,9 @@ def test_a_check_that_hangs_or_breaks_ends_at_its_deadline(tmp_path, function, l
 def test_nothing_is_left_when_it_is_interrupted(tmp_path, signum):
     folder = tmp_path / "run"
     process = selftests.start(folder, "--only", "training")
-    deadline = time.monotonic() + 180
-    while not (folder / "node-0" / "reference" / "status.json").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
+    status = folder / "node-0" / "reference" / "status.json"
+    eventually(lambda: status.exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     process.send_signal(signum)
     output, errors = process.communicate(timeout=180)
     assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum), (output, errors)
@@ -164,7 +161,6 @@ print(training.kill(context)[0])
 @pytest.mark.long
 def test_three_agents_stand_in_for_nodes_where_workers_share_a_gpu(tmp_path):
     """On a CPU, with the flags and the environment of one GPU."""
-    words = [sys.executable, "-c", SHARED, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", SHARED, tmp_path, limit_s=300)
     assert "losses equal, bit for bit" in done.stdout, (done.stdout, done.stderr)
     assert not leftovers(tmp_path)

@@ -3,27 +3,18 @@
 import base64
 import sys
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
+from waiting import eventually
 
 from ft.base.errors import UserError
 from ft.platform import election, shared_state
 from ft.platform.shared_state import Etcd, Folder, keep_on_etcd
 
 TOKEN = "the token of the test"
-LIMIT_S = 20.0
-
-
-def come_about(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(params=["folder", "etcd"])
@@ -88,7 +79,7 @@ def test_a_leader_is_found_and_replaced_on_another_node(nodes):
     assert election.claim_next(second, "n1") == lease.term + 1
     keeper = election.LeaseKeeper(first, 0.02, lease)
     keeper.start()
-    come_about(lambda: keeper.lost)
+    eventually(lambda: keeper.lost)
     keeper.close()
     assert election.is_over(first, lease.term)
 
@@ -138,7 +129,7 @@ def test_lines_wait_for_a_majority_and_come_once(etcd, tmp_path, run, capsys):  
     for member in {0, 1, 2} - set(servers._processes):
         servers.start(member)
     servers.wait()
-    come_about(lambda: log.write() or not log._waiting)
+    eventually(lambda: log.write() or not log._waiting)
     assert [int(line) for line in state.read_log("log").splitlines()] == expected
     assert (tmp_path / "log").read_bytes() == state.read_log("log"), "a copy on this node"
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from networks import from_text
-from snapshot_crew import MIB, Proxy, set_to, state
+from proxies import Proxy
+from snapshot_crew import MIB, set_to, state
 
 from ft.base.errors import EpochClosed
 from ft.job.messages import Source
@@ -25,15 +26,15 @@ from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, PUSH, RANGE, REFUSE
 
 
 def test_a_byte_flipped_in_transit_is_sent_again(crew):
-    def flip(connection, total, data):
+    def flip(data, before):
         at = 3 * MIB // 2
-        if connection == 1 and total <= at < total + len(data):
+        if proxy.connections == 1 and before <= at < before + len(data):
             data = bytearray(data)
-            data[at - total] ^= 8
+            data[at - before] ^= 8
         return data
 
     workers = crew(2)
-    with Proxy(workers.networks.of(0), workers.addresses[1], flip) as proxy:
+    with Proxy(workers.addresses[1], asks=flip, network=workers.networks.of(0)) as proxy:
         workers.snaps[0].place({**workers.addresses, 1: proxy.address})
         workers.step(5)
         assert proxy.connections == 2
@@ -41,11 +42,12 @@ def test_a_byte_flipped_in_transit_is_sent_again(crew):
 
 
 def test_a_dropped_connection_is_survived_in_place(crew):
+    def cut(data, before):
+        return None if proxy.connections <= 2 and before > MIB else data
+
     workers = crew(2)
     workers.step(4)
-    with Proxy(
-        workers.networks.of(0), workers.addresses[1], lambda n, total, data: None if n <= 2 and total > MIB else data
-    ) as proxy:
+    with Proxy(workers.addresses[1], asks=cut, network=workers.networks.of(0)) as proxy:
         workers.snaps[0].place({**workers.addresses, 1: proxy.address})
         workers.step(5)
         assert proxy.connections == 3
@@ -78,10 +80,10 @@ def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew):
     for step in range(1, 13):
         cut = rng.randrange(length)
 
-        def spoil(connections, total, data, cut=cut):
-            return None if total + len(data) > cut else data
+        def spoil(data, before, cut=cut):
+            return None if before + len(data) > cut else data
 
-        with Proxy(workers.networks.of(0), workers.addresses[1], spoil) as proxy:
+        with Proxy(workers.addresses[1], asks=spoil, network=workers.networks.of(0)) as proxy:
             workers.snaps[0].place({**workers.addresses, 1: proxy.address})
             workers.snaps[0].take(set_to(workers.live[0], step), step, step)
             with pytest.raises(PeerLost):

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from waiting import eventually
 
 from ft.faults.hang import look as calls
 from ft.faults.hang.format import where
@@ -72,10 +73,7 @@ def test_an_agent_puts_the_calls_into_the_look(start, tmp_path):
     process, handler = start(REGISTER + HOLD + "hold()\n")
     kept = Looks(tmp_path, "n0")
     kept.begins(Look(1, "a stall", {0: "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
-    deadline = time.monotonic() + 120
-    while not looks.numbers(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.01)
-        kept.poll()
+    eventually(lambda: kept.poll() or looks.numbers(tmp_path))
     kept.close()
     said: Rank = looks.read(tmp_path, 1).ranks[0]
     assert (said.process, said.answers) == (RUNNING, False), said

@@ -6,6 +6,7 @@ import time
 import numpy
 import pytest
 from control_world import World, kinds, only, opened
+from waiting import eventually
 
 from ft.base.errors import ReplaceNodeError
 from ft.job import messages as m
@@ -99,9 +100,7 @@ def test_a_failure_is_reported_once_and_not_after_the_standby_got_a_rank():
     early = Admission(lambda: None, failures.append, 0.01, check)
     early.start()
     goes_on.set()
-    deadline = time.monotonic() + 180
-    while not failures and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: failures)
     time.sleep(0.1)
     assert [str(error) for error in failures] == ["it computes wrongly"]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pythons import python
 
 from ft.base import files
 from ft.base.errors import UserError
@@ -438,12 +439,10 @@ from ft.platform import network
 with mock.patch("random.SystemRandom.sample", return_value=[{drawn}, {drawn}]):
     print(network.free_port())
 """
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert int(done.stdout) != drawn
+    assert int(python("-c", ask).stdout) != drawn
     for _ in range(network._RESERVED_AT_ONCE):
         network.free_port()
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == drawn
+    assert int(python("-c", ask).stdout) == drawn
 
 
 def test_a_channel_gives_whole_lines_and_then_the_end():
@@ -555,10 +554,7 @@ def test_workers_are_bound_to_the_cpus_near_their_gpu_as_far_as_they_may_use_the
     for switch, bound, of_threads in (("", [own[0]], [own[0]]), ("off", [], own)):
         if bound == own:  # a machine with one CPU: there is nothing to choose
             continue
-        command = [sys.executable, "-c", program, str(tmp_path), switch]
-        said = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(environment.__file__).parents[3]
-        )
+        said = python("-c", program, tmp_path, switch)
         assert said.stdout == f"{bound} {[of_threads] * 2}\n"
     (device / "numa_node").write_text("-1\n")
     assert numa.cpus_near("0000:3b:00.0", tmp_path) == numa.cpus_near("0000:ff:00.0", tmp_path) == set()

@@ -148,14 +148,6 @@ def test_who_computes_while_others_wait_is_the_culprit():
     assert found[0].limit_s == pytest.approx(10.3)
 
 
-def test_who_saves_while_others_wait_is_no_culprit():
-    assert liveness.stalled({"a": view("wait", 30.0), "b": view("aside", 60.0)}, LIMITS) == []
-
-
-def test_who_is_done_is_no_culprit():
-    assert liveness.stalled({"a": view("wait", 30.0), "b": view("idle", 900.0, done=True)}, LIMITS) == []
-
-
 def test_the_age_of_a_beat_counts():
     beat = Beat(2.0, 0, 5, "compute", 5.0, "here", 0.1, 0)
     assert WorkerView(beat, 1.5).since_s == 8.5

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from waiting import eventually
 
 from ft.base import token
 from ft.base.errors import UserError
@@ -53,26 +54,19 @@ def test_a_lease_that_is_renewed_is_told_from_one_that_was_left(tmp_path):
     assert election.is_kept(tmp_path, 20.0)
 
 
-def come_about(true):
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_lease_is_kept_for_a_leader_that_starts_until_that_one_serves(tmp_path):
     starting = LeaseRecord(election.claim_next(tmp_path, "n0"), 0, "", "n0", 1)
     keeper = LeaseKeeper(tmp_path, 0.01, starting)
     keeper.start()
-    come_about(lambda: (found := election.read(tmp_path)) is not None and found.count > 2)
+    eventually(lambda: (found := election.read(tmp_path)) is not None and found.count > 2)
     assert keeper.holds and keeper.serving(time.monotonic()) is None
 
     def serve():
         election.renew(tmp_path, replace(starting, where="tcp://h:1"))  # as a leader does at every beat
         return not keeper.holds
 
-    come_about(serve)
-    come_about(lambda: keeper.serving(time.monotonic()) is not None)
+    eventually(serve)
+    eventually(lambda: keeper.serving(time.monotonic()) is not None)
     keeper.close()
 
 
@@ -82,7 +76,7 @@ def test_a_lease_is_lost_to_a_later_term(tmp_path):
     keeper.hold(LeaseRecord(election.claim_next(tmp_path, "n0"), 0, "", "n0", 1))
     assert keeper.holds and not keeper.lost
     assert election.claim_next(tmp_path, "n1", least=7) == 7
-    come_about(lambda: keeper.lost)
+    eventually(lambda: keeper.lost)
     assert not keeper.holds
     keeper.close()
 
@@ -164,7 +158,7 @@ def test_of_a_node_on_another_host_the_lease_and_the_status_of_the_run_tell(tmp_
     election.write_holder(path, replace(election.read_holder(path), host="gpu7", process="elsewhere 7 7"))
     keeper = LeaseKeeper(tmp_path, 0.05, LeaseRecord(0, 0, "", "n0", 1))
     keeper.start()
-    come_about(lambda: election.read(tmp_path) is not None)
+    eventually(lambda: election.read(tmp_path) is not None)
     with pytest.raises(UserError, match="ft run on gpu7, pid"):
         claim_name(tmp_path, 3, joins=False)
     (tmp_path / "status.json").write_text('{"nodes": {"n3": "lost"}}')
@@ -229,11 +223,13 @@ def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_h
         ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS, None, None, None, print) for sidecar in sidecars
     )
     assert early.decide(began, began)[0] == late.decide(began, began)[0] == WAIT
-    deadline = time.monotonic() + 120
-    while late.decide(began + 60.0, began + 30.0)[0] != FENCE:  # once it has looked for a lease, and there is none
+
+    def is_fenced():
+        """Once it has looked for a lease, and there is none."""
         assert early.decide(began + 60.0, began)[0] == WAIT
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return late.decide(began + 60.0, began + 30.0)[0] == FENCE
+
+    eventually(is_fenced)
     time.sleep(0.3)
     assert early.decide(began + 60.0, began)[0] == WAIT
     early.close()

@@ -1,4 +1,6 @@
-"""The decisions of the control plane and of the quorum server, as conversations (``tests/pure/conversations``).
+"""Decisions of the control plane and of the quorum server, and what is told of recoveries and hangs: conversations.
+
+The files are in ``tests/pure/conversations``.
 
 ``CONVERSATIONS=write`` writes what is decided into the files, to be read and committed.
 """
@@ -6,9 +8,9 @@
 import os
 
 import pytest
-from conversations import ROOT, Quorum, Run, replay
+from conversations import ROOT, Hang, Quorum, Recoveries, Run, replay
 
-PLAYERS = {"recovery": Run, "quorum": Quorum}
+PLAYERS = {"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang}
 FILES = sorted(ROOT.glob("*/*.txt"))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from fake_nccl import Gpu, Nccl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from waiting import eventually
 
 from ft.base.errors import EpochClosed, UserError
 from ft.faults.verdict import REPLACE, RETRY, of_error
@@ -99,7 +100,7 @@ def test_an_abort_that_does_not_end_ends_the_worker_and_nobody_asks_the_device(r
         interrupt_together(rank.members[0].connections())
     assert not stuck.is_completed()
     rank.nccl[2].abort()
-    fake_nccl.eventually(stuck.is_completed)
+    eventually(stuck.is_completed)
 
 
 def test_a_failed_work_is_no_finished_one(rank):
@@ -163,7 +164,7 @@ def test_the_oldest_operation_without_a_work_is_known_from_events(rank):
         assert member.allreduce([], "sync") is None
     assert rank.groups.oldest_unfinished()[:2] == ("tp", "allreduce")
     fake_nccl.Event.passed.set()
-    fake_nccl.eventually(lambda: rank.groups.oldest_unfinished() is None)
+    eventually(lambda: rank.groups.oldest_unfinished() is None)
 
 
 def test_a_program_far_ahead_of_its_device_does_not_look_at_all_works_each_time(rank, monkeypatch):
@@ -188,7 +189,7 @@ class Worker:
         self.group.connectors = {"cuda": NcclConnector(0, 2, timedelta(seconds=60), 10.0), "cpu": None}
         self.groups._groups["tp"] = self.group
         self.groups._submit(self.group)
-        fake_nccl.eventually(lambda: self.members.made)
+        eventually(lambda: self.members.made)
         self.nccl = self.members.made[0]
 
     def trains(self) -> "Outcome":
@@ -222,7 +223,7 @@ def worker(monkeypatch):
 
 def test_a_survivor_leaves_at_once_when_a_member_is_lost_while_a_communicator_is_made(worker):
     outcome = worker.trains()
-    fake_nccl.eventually(worker.nccl.mutex.locked)
+    eventually(worker.nccl.mutex.locked)
     worker.groups.close(0, "a rank died")
     outcome.join()
     assert isinstance(outcome.error, EpochClosed)
@@ -231,13 +232,13 @@ def test_a_survivor_leaves_at_once_when_a_member_is_lost_while_a_communicator_is
     assert worker.groups.reports()[0].in_flight
     worker.members.time_is_up.set()
     worker.builder.thread.join()
-    fake_nccl.eventually(lambda: worker.nccl.aborted)
+    eventually(lambda: worker.nccl.aborted)
 
 
 def test_a_communicator_may_take_longer_than_torchs_own_limit(worker):
     outcome = worker.trains()
     worker.members.time_is_up.set()
-    fake_nccl.eventually(lambda: worker.nccl.waits > 1)
+    eventually(lambda: worker.nccl.waits > 1)
     worker.members.join()
     worker.members.time_is_up.clear()
     outcome.join()
@@ -248,9 +249,9 @@ def test_a_survivor_whose_first_operation_connects_to_a_lost_rank_leaves_at_the_
     worker.members.join()
     worker.nccl.connects = False  # the other rank has died between
     outcome = worker.trains()
-    fake_nccl.eventually(lambda: worker.nccl.polls > 1)
+    eventually(lambda: worker.nccl.polls > 1)
     worker.groups.close(0, "a rank died")
-    fake_nccl.eventually(lambda: worker.nccl.aborted)
+    eventually(lambda: worker.nccl.aborted)
     assert outcome.is_alive(), "torch does not notice the abort"
     worker.members.time_is_up.set()
     outcome.join()
@@ -265,7 +266,7 @@ def test_closing_an_epoch_does_not_wait_for_a_launch_that_holds_the_mutex(worker
     first.join()
     worker.nccl.connects, worker.nccl.holds = False, True
     outcome = worker.trains()
-    fake_nccl.eventually(worker.nccl.mutex.locked)
+    eventually(worker.nccl.mutex.locked)
     worker.groups.close(0, "a rank died")
     assert worker.groups.reports()[0].in_flight and outcome.is_alive()
     worker.members.time_is_up.set()

@@ -5,11 +5,11 @@ import io
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pythons import python
 
 from ft import cli
 from ft.commands.check import answer_for
@@ -144,7 +144,7 @@ def test_bad_input_is_refused_before_anything_large_is_imported():
         "import sys; from ft import cli; code = cli.main('plan buy --gpus 1e99 --save-time nan'.split());"
         "sys.exit(code + 10 * any(name in sys.modules for name in ('torch', 'scipy', 'numba', 'matplotlib')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=180)
+    done = python("-c", code)
     assert done.returncode == 2, done.stderr
 
 

@@ -2,12 +2,12 @@
 
 import json
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 from control_world import World
 from histories import History, write
+from waiting import eventually
 
 from ft import cli
 from ft.base import events
@@ -74,14 +74,6 @@ def test_an_agent_stores_the_answers_and_what_the_system_says_of_who_does_not_an
     assert (found.ranks[1].process, found.ranks[1].answers) == (DEAD, False), "it has no process yet"
 
 
-def found_by(answers):
-    deadline = time.monotonic() + 120
-    while not (found := list(answers.found())):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
 def test_the_control_plane_finds_the_cause_in_the_answers_of_all_nodes(tmp_path):
     state, posted, answers = World(nodes=2).run().state, [], Answers(tmp_path)
     threads = (Thread("MainThread", ("a.py:1 a",) * 50, trains=True), Thread("another", ("b.py:1 b",)))
@@ -93,7 +85,7 @@ def test_the_control_plane_finds_the_cause_in_the_answers_of_all_nodes(tmp_path)
         kept.close()
         assert not list(answers.found()), f"{other} has not answered"
         answers.take(state, posted[-1])
-    (found,) = found_by(answers)
+    (found,) = eventually(lambda: list(answers.found()))
     assert [(one.ranks, one.kind) for one in found.causes] == [([1], "dead")] and found.waiting == [0]
     sent = [thread for taken in posted for rank in taken.said["ranks"] for thread in rank["threads"]]
     assert {(thread["name"], *thread["frames"]) for thread in sent} == {("MainThread", *["a.py:1 a"] * 8)}

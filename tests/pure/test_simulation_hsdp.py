@@ -61,7 +61,7 @@ def test_a_seed_replays_byte_for_byte_in_another_process():
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
     text, code = told("hsdp", seed, hash_seed=1)
-    assert code == 0 and text.startswith(f"seed {seed}: ".encode())
+    assert code == 0 and text.startswith(f"seed {seed}: ")
     assert told("hsdp", seed, hash_seed=2) == (text, code)
 
 

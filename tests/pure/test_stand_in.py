@@ -1,10 +1,10 @@
 """Which place of a lost node a standby node takes."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from ft.base.errors import UserError
 from ft.job.replicas import marks, policy, stand_in
@@ -96,10 +96,8 @@ def test_a_launcher_whose_place_was_taken_finds_out_and_cannot_come_back_to_it(t
         first.begin()
         standby.begin()
         assert standby.move(1) and standby.number == 1
-        deadline = time.monotonic() + 120
-        while not first.is_lost and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert first.is_lost and not standby.is_lost
+        eventually(lambda: first.is_lost)
+        assert not standby.is_lost
         first.close()
         with pytest.raises(UserError, match="the place of node 1 is held by n2"):
             Place(tmp_path, "n1", 1).begin()

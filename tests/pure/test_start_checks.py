@@ -1,128 +1,18 @@
-"""The checks at the start of a run: what the control plane refuses, and what an agent says about its node."""
+"""The checks at the start of a run: what an agent says about its node.
+
+What the control plane refuses is in ``conversations/recovery/start_checks.txt``.
+"""
 
 import os
 import socket
 import time
 
 import pytest
-from control_world import World
 
-from ft.base import events, token
+from ft.base import token
 from ft.base.errors import UserError
-from ft.job import messages as m
 from ft.job.agent import first_contact, membership
-from ft.job.control.start_checks import NOTICE_S
-from ft.job.control.state import ENDED, GATHERING
 from ft.platform import election, network
-
-ABOUT = {"torch": "2.13.0", "python": "3.11.7", "--nnodes": "2"}
-NICS = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "eth1": "192.168.9.2"}
-
-
-def joined(index: int, **values) -> m.AgentJoined:
-    how = {"about": ABOUT, "interfaces": NICS, "machine": f"host{index}", "rendezvous_address": f"10.0.0.{index}:4000"}
-    return m.AgentJoined(f"n{index}", index, f"10.0.0.{index}", 2, 0, **{**how, **values})
-
-
-def world(nodes: int = 2) -> World:
-    return World(world_size=2 * nodes, nodes=nodes, standbys=0)
-
-
-def stop_of(orders) -> m.Stop:
-    (stop,) = [order for order in orders if isinstance(order, m.Stop)]
-    return stop
-
-
-def test_nodes_that_are_alike_are_told_to_connect_in_a_ring():
-    run = world(3)
-    assert not run.say(joined(0), joined(1))
-    (order,) = run.say(joined(2))
-    assert order.peers == {"n0": "n1", "n1": "n2", "n2": "n0"}
-    assert order.addresses["n1"] == "10.0.0.1:4000" and run.state.phase == GATHERING
-    assert [values["node"] for values in run.events(events.AGENT_JOINED)] == ["n0", "n1", "n2"]
-
-
-def test_a_single_node_connects_to_nobody():
-    assert world(1).say(joined(0)) == []
-
-
-@pytest.mark.parametrize(("name", "fix"), [("torch", "install the same"), ("--nnodes", "give every ft run the same")])
-def test_settings_that_differ_end_the_run_at_once(name, fix):
-    run = world()
-    run.say(joined(0))
-    stop = stop_of(run.say(joined(1, about={**ABOUT, name: "9"})))
-    assert stop.code == 2 and f"{name} is 9 on n1 (host1) and {ABOUT[name]} on n0 (host0)" in stop.message
-    assert fix in stop.message and run.state.phase == ENDED
-    assert run.events(events.START_REFUSED)[0]["problems"]
-
-
-def test_an_input_that_one_node_lacks_ends_the_run_whichever_node_it_is():
-    for first, second, has, lacks in (("there", "missing", "n0", "n1"), ("missing", "there", "n1", "n0")):
-        run = world()
-        run.say(joined(0, paths={"--load /ckpt": first}))
-        message = stop_of(run.say(joined(1, paths={"--load /ckpt": second}))).message
-        assert f"--load /ckpt is on {has}" in message and f"mount on {lacks} what {has} has there" in message
-
-
-def test_a_folder_that_the_run_makes_may_come_to_be_between_two_looks():
-    name = "folder of --save /ckpt/run"
-    run = world()
-    run.say(joined(0, paths={name: "missing"}))
-    assert isinstance(run.say(joined(1, paths={name: "there"}))[0], m.Reach)
-    run = world()
-    run.say(joined(0, paths={name: "there"}))
-    assert "folder of --save /ckpt/run is on n0" in stop_of(run.say(joined(1, paths={name: "missing"}))).message
-
-
-def test_a_path_that_nobody_has_is_left_to_the_program():
-    run = world()
-    run.say(joined(0, paths={"--load /ckpt": "missing"}))
-    assert isinstance(run.say(joined(1, paths={"--load /ckpt": "missing"}))[0], m.Reach)
-
-
-def test_a_node_that_joins_later_is_not_compared():
-    run = world()
-    run.say(joined(0), joined(1))
-    late = m.AgentJoined("n5", 5, "10.0.0.5", 0, 2, "10.0.0.5:1", about={**ABOUT, "torch": "9"})
-    assert run.say(late) == [] and run.state.phase == GATHERING
-    assert run.say(m.NodeRefused("node 7", "cannot")) == []
-
-
-def test_an_address_that_a_node_cannot_reach_ends_the_run_with_both_names_and_the_flag():
-    run = world()
-    run.say(joined(0), joined(1, rendezvous_address="192.168.9.2:4000"))
-    stop = stop_of(run.say(m.PeerUnreached("n0", "n1", "192.168.9.2:4000", "no answer within 3 s")))
-    assert "n0 (host0) cannot connect to n1 (host1) at 192.168.9.2:4000" in stop.message
-    assert "the address of its interface eth1: no answer within 3 s" in stop.message
-    assert "start ft run on n1 with --local-addr ADDRESS, one of" in stop.message and "10.0.0.2 (eth0)" in stop.message
-
-
-def test_once_training_runs_nothing_of_the_start_ends_it():
-    run = World(world_size=4, nodes=2).run()
-    assert "Stop" not in [type(order).__name__ for order in run.say(m.PeerUnreached("n0", "n1", "a:1", "refused"))]
-    assert run.say(m.NodeRefused("node 1", "cannot")) == []
-
-
-def test_a_node_that_cannot_take_part_ends_the_start():
-    run = world()
-    run.say(joined(0))
-    assert "node 1 (host1): no way" in stop_of(run.say(m.NodeRefused("node 1 (host1)", "no way"))).message
-
-
-def test_agents_that_do_not_come_are_named_once():
-    run = world(3)
-    run.say(joined(0), m.AgentJoined("n0-2", 0, "10.0.0.9", 0, 2, machine="host9"))
-    run.now += NOTICE_S + 0.1
-    orders = run.say(m.AgentBeat("n0"), m.AgentBeat("n0-2"), None)
-    (notice,) = [order for order in orders if isinstance(order, m.Notice)]
-    assert "no agent has come from node(s) 1, 2 of 3" in notice.message and "fix: " in notice.message
-    assert "n0 (host0) and n0-2 (host9) both have --node-rank 0" in notice.message
-    run.now += 1.0
-    assert run.say(m.AgentBeat("n0"), m.AgentBeat("n0-2"), None) == []
-    assert run.events(events.AGENTS_MISSING)[0]["missing"] == [1, 2]
-
-
-# --- what an agent says ----------------------------------------------------------------------------------------------
 
 
 def test_the_paths_of_a_command_line(tmp_path, monkeypatch):

@@ -12,9 +12,12 @@ IN_WINDOW = "checker in a window"
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of run. ``way``: naive, piggyback, or PLAN.
+    """A kind of run.
 
     Attributes:
+        world: number of ranks.
+        way: how operators are executed twice: "naive", "piggyback" or PLAN.
+        flags: flags of the trainer.
         divides_sequences: whether attention for context parallelism is planted; the real one needs a GPU.
         indices: whether results that are not floating-point numbers are flipped, too. With two ranks, an index that is
             out of range would end one rank and leave the other waiting.
@@ -151,7 +154,15 @@ class Lab:
 
 
 def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = float("inf")) -> dict:
-    """Inject ``count`` flips, one after the other, and return the outcome of each. Collective."""
+    """Inject ``count`` flips, one after the other, and return their outcomes and what they are out of. Collective.
+
+    Args:
+        lab: repeats the iteration.
+        case: the kind of run.
+        count: number of flips.
+        seed: chooses the results and the bits.
+        stop_after: seconds after which no further flip is made.
+    """
     import torch.distributed as dist
 
     catalogue = Catalogue()
@@ -165,24 +176,25 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
     ended = 0
     began, flips, alarms = time.monotonic(), [], int(alarmed)
     for number, (rank, index) in enumerate(plan(by_rank, case, count, seed)):
-        over = [time.monotonic() - began > stop_after]
-        dist.broadcast_object_list(over, src=0)
-        if over[0]:
+        is_over = [time.monotonic() - began > stop_after]
+        dist.broadcast_object_list(is_over, src=0)  # all ranks end at the same flip
+        if is_over[0]:
             break
         hits: list = []
-        of = (hits.append, index, seed * 1_000_003 + number, case.indices)
-        falsifier = one_flip(*of) if dist.get_rank() == rank else None
+        falsifier = None
+        if dist.get_rank() == rank:
+            falsifier = one_flip(hits.append, index, seed * 1_000_003 + number, case.indices)
         try:
             alarmed, found, error, left = lab.attempt(falsifier)
         except Exception as caught:  # with several ranks, one has ended and the others cannot continue
             print(f"flip {number} has ended a rank: {caught}", flush=True)
             ended = 1
             break
-        word = [None]
+        outcome = [None]
         if falsifier is not None:
-            word = [{**judge(hits, alarmed, found, error, left == clean), "in_window": falsifier.in_window}]
-        dist.broadcast_object_list(word, src=rank)
-        flips.append({"rank": rank, **word[0]})
+            outcome = [{**judge(hits, alarmed, found, error, left == clean), "in_window": falsifier.in_window}]
+        dist.broadcast_object_list(outcome, src=rank)
+        flips.append({"rank": rank, **outcome[0]})
         if number % 50 == 49:
             alarms += int(lab.attempt(None)[0])
     return {
@@ -215,6 +227,18 @@ def plan(by_rank: list[list[tuple]], case: Case, count: int, seed: int):
 
 
 def judge(hits: list, alarmed: bool, found: list, error: str | None, is_same: bool) -> dict:
+    """Return the outcome of a flip, with what was hit.
+
+    The outcomes: "nothing hit"; with an alarm "found", "found elsewhere" (another operator is named) or "error" (the
+    iteration has failed, too); without one "masked" (the state is right), "ended" (the iteration has failed), "missed".
+
+    Args:
+        hits: what the falsifier has flipped, at most one entry.
+        alarmed: whether any rank has found a mismatch.
+        found: the mismatches of the rank whose result was flipped.
+        error: the exception of the iteration, or None.
+        is_same: whether the iteration has led to the same state as one without a flip.
+    """
     if not hits:
         return {"outcome": "nothing hit"}
     (hit,) = hits

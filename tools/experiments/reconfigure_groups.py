@@ -12,6 +12,7 @@ import multiprocessing
 import secrets
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -78,10 +79,11 @@ def follow(way: str, rank: int, size: int, count: int, rendezvous: Rendezvous, t
         use()
         told.put(row)
         meet(store, f"done/{number}", rank, size)
-    meet(store, "end of nothing", rank, size + 1)  # until it is killed
+    threading.Event().wait()  # until this process is killed: an exit would break the connections of the others
 
 
 def meet(store: StoreConnection, place: str, rank: int, size: int) -> None:
+    """Wait until all ranks have come to ``place``, which is used once."""
     store.set(f"{place}/{rank}", "")
     store.wait([f"{place}/{one}" for one in range(size)])
 

@@ -20,10 +20,10 @@ from ft.faults.hang.graph import Form, Graph, Wait, all_fit, fits, form
 from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation
 from ft.show.text import capitalised
 
-STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
+STOPPED_RANK, DEAD_RANK, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
     *("stopped", "dead", "busy", "missing-call", "mismatch", "unmatched-message", "cycle", "slow-rank", "slow-link"),
 )
-KINDS = (DEAD_, STOPPED_, MISSING_CALL, MISMATCH, UNMATCHED, BUSY, SLOW_RANK, CYCLE, SLOW_LINK)
+KINDS = (DEAD_RANK, STOPPED_RANK, MISSING_CALL, MISMATCH, UNMATCHED, BUSY, SLOW_RANK, CYCLE, SLOW_LINK)
 """All kinds of causes, the most certain first."""
 
 _SHOWN = 3
@@ -37,14 +37,16 @@ class Cause:
     """One cause of a hang.
 
     Attributes:
-        rank: logical rank at fault; of a slow connection, the rank that all slow operations have in common.
+        rank: logical rank at fault; of a slow connection, the rank that takes part in most of the slow operations.
+        kind: one of ``KINDS``.
         group: name of the process group in which the others wait for it.
+        operation: name of the operation in which they wait.
+        sequence: number of that operation in its channel.
         where: where the rank is instead, as text.
         evidence: sentences that say from what this follows.
         delayed: the other ranks that wait for it, directly or not.
         ends: of a slow connection, all ranks that take part in the operations that do not end.
         together: all ranks at fault, if a whole replica or node is.
-        sequence: number of that operation in its channel.
     """
 
     rank: int
@@ -157,13 +159,13 @@ class Search:
                 what, together, first = lost[rank]
                 if rank == first:
                     why = f"no process of {what} is known to live"
-                    yield _cause(rank, DEAD_, operation, f"nowhere: {what} is lost", why, together=together)
+                    yield _cause(rank, DEAD_RANK, operation, f"nowhere: {what} is lost", why, together=together)
             elif said is None:
-                yield _cause(rank, DEAD_, operation, "unknown", f"nothing is known of {who}")
+                yield _cause(rank, DEAD_RANK, operation, "unknown", f"nothing is known of {who}")
             elif said.process != RUNNING:
-                kind, ending, place = STOPPED_, "is stopped by a signal (state T)", where(said)
+                kind, ending, place = STOPPED_RANK, "is stopped by a signal (state T)", where(said)
                 if said.process == DEAD:
-                    kind, ending, place = DEAD_, "has ended", "nowhere: its process has ended"
+                    kind, ending, place = DEAD_RANK, "has ended", "nowhere: its process has ended"
                 yield _cause(rank, kind, operation, place, f"the process of {who} {ending}")
             elif not said.answers:
                 why = f"{who} runs, but no thread of it can run Python code: one of them holds the lock"

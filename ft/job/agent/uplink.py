@@ -30,10 +30,16 @@ from ft.platform import election
 from ft.platform.processes import OwnPauses
 
 _RECORD_S = 2.0
+"""Seconds for which ``record`` waits until its report was sent."""
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 0.4
+"""First and longest pause between two looks for the published address, in seconds."""
 _FIRST_TRY_S, _LAST_TRY_S = 0.02, 1.0
+"""First and longest pause between two attempts to connect, in seconds."""
 _TOKEN_S = 600.0
+"""Seconds to wait for the run's secret token."""
 _UNSHARED_S = 1.0
+"""Seconds without a published address after which the fallback address is used: the run's directory may be on another
+host and not shared."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Uplink:
         endpoint: fallback address ("tcp://HOST:PORT") used while no address is published, "" if there is none.
         wake: function called, from threads, whenever ``take`` has something to return.
         timeouts: limits in seconds.
+        node_rank: number of this node, for messages and for the search for the token.
 
     Attributes:
         contact_at: monotonic time at which the control plane last answered, or at which the uplink was started.
@@ -262,6 +269,10 @@ class _Session:
             channel.close()
 
     def _find(self) -> election.LeaseRecord | None:
+        """Wait for the address of a control plane of this life or a newer one; return None if the session ends before.
+
+        While nothing is published, the fallback address is returned after ``_UNSHARED_S`` seconds.
+        """
         unshared, pause_s = time.monotonic() + _UNSHARED_S, _LOOK_S
         while not self._ended:
             lease = election.read(self._run_dir)

@@ -34,7 +34,7 @@ _JUST_AFTER_S = 0.001
 
 def judge(state: ControlState, now: float, out: Decisions) -> None:
     """React to the first kind of deadline that has passed; leave the state as it is if none has."""
-    for check in (_agents, _told, _start, _spawned, devices.overdue, _phase, _suspicions, _stalls, _left):
+    for check in (_agents, _told_to_end, _start, _spawned, devices.overdue, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)
         if len(out) > before:
@@ -55,6 +55,7 @@ def following(state: ControlState, now: float) -> float:
 
 
 def _agents(state: ControlState, now: float, out: Decisions) -> None:
+    """Handle the loss of an agent of which nothing was heard for too long; the next call handles a further one."""
     heard = {agent.node: agent.heard_at for agent in state.agents.values() if not agent.gone}
     lost = liveness.lost_agents(now, heard, state.options.timeouts)
     if lost:
@@ -62,7 +63,7 @@ def _agents(state: ControlState, now: float, out: Decisions) -> None:
         lose_agent(state, now, state.agents[node], f"nothing was heard of its agent for {seconds:.1f} s", out)
 
 
-def _told(state: ControlState, now: float, out: Decisions) -> None:
+def _told_to_end(state: ControlState, now: float, out: Decisions) -> None:
     """End a run that was told to end if its workers get nowhere. A recovery has limits of its own."""
     if state.told_at is None or state.phase not in (RUNNING, RESUMING):
         return

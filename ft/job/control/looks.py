@@ -15,7 +15,7 @@ from typing import Any
 
 from ft.base import events, threads
 from ft.base.errors import UserError
-from ft.faults.hang.causes import BUSY, DEAD_, STOPPED_
+from ft.faults.hang.causes import BUSY, DEAD_RANK, STOPPED_RANK
 from ft.faults.hang.format import Who
 from ft.faults.hang.look import Look
 from ft.faults.hang.series import over_time
@@ -23,7 +23,7 @@ from ft.job import messages as m
 from ft.job.control.state import ControlState, Decisions
 from ft.record import looks
 
-AT_WORK = (BUSY, DEAD_, STOPPED_)
+AT_WORK = (BUSY, DEAD_RANK, STOPPED_RANK)
 """Kinds of causes whose ranks are in no operation. Ranks of all other causes wait, too, and can go on in place."""
 
 LEAD_S = 0.5

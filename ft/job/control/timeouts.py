@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ft.base import bounded_json, files, quantities
-from ft.base import timeout_order as ladder
+from ft.base import bounded_json, files, quantities, timeout_order
 from ft.base.errors import Problems, UserError
 
 VARIABLE = "FT_LIMITS"
@@ -111,7 +110,7 @@ class Timeouts:
         Raises:
             UserError: a timeout is not positive, or not longer than the timeouts that have to expire before it.
         """
-        ladder.check(self, "timeout", _LADDER)
+        timeout_order.check(self, "timeout", _ORDER)
         return self
 
     def calibrated(self, step_s: float | None) -> "Timeouts":
@@ -146,7 +145,7 @@ A leader election of etcd (1 to 2 s with its defaults) or a paused etcd server m
 does not renew its lease, and a control plane that waits 2 s for etcd not like a silent one.
 """
 
-_LADDER = (
+_ORDER = (
     ("beat_s", "stopped_s"),
     ("beat_s", "stall_s"),
     ("stopped_s", "stall_s"),

@@ -6,7 +6,7 @@ The server decides which replicas (full copies of the model) take part in a trai
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ft.base import timeout_order as ladder
+from ft.base import timeout_order
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Limits:
         Raises:
             UserError: a limit is not a positive number, or is not longer than the limits that must run out before it.
         """
-        ladder.check(self, "limit", _LADDER, _MAY_BE_ZERO)
+        timeout_order.check(self, "limit", _ORDER, _MAY_BE_ZERO)
         return self
 
     def calibrated(self, step_s: float | None) -> "Limits":
@@ -96,7 +96,7 @@ def _calibrated(limits: Limits, step_s: float | None) -> Limits:
 
 _MAY_BE_ZERO = ("wait_s", "arrive_s", "lost_s")
 """Limits for which 0 (no waiting) is allowed."""
-_LADDER = (
+_ORDER = (
     ("lost_s", "silent_s"),
     ("lost_s", "blamed_s"),
     ("beat_s", "contact_s"),

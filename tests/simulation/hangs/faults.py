@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from ft.faults.hang.causes import (
     BUSY,
     CYCLE,
-    DEAD_,
+    DEAD_RANK,
     MISMATCH,
     MISSING_CALL,
     SLOW_LINK,
     SLOW_RANK,
-    STOPPED_,
+    STOPPED_RANK,
     UNMATCHED,
 )
 from ft.faults.hang.graph import EQUAL_SIZES
@@ -155,7 +155,7 @@ def _edit(
 
 
 def _two_at_once(programs: Programs, choice: random.Random) -> Injected | None:
-    single = [_ended(STOPPED, STOPPED_), _ended(DEAD, DEAD_), _busy("user code"), _busy("data loader")]
+    single = [_ended(STOPPED, STOPPED_RANK), _ended(DEAD, DEAD_RANK), _busy("user code"), _busy("data loader")]
     one, other = (choice.choice(single)(programs, choice) for _ in range(2))
     if one.wrong.keys() & other.wrong.keys():
         return None
@@ -177,8 +177,8 @@ def _slow_link(programs: Programs, choice: random.Random) -> Injected:
 
 
 KINDS: dict[str, Callable[[Programs, random.Random], Injected | None]] = {
-    "stopped": _ended(STOPPED, STOPPED_),
-    "killed": _ended(DEAD, DEAD_),
+    "stopped": _ended(STOPPED, STOPPED_RANK),
+    "killed": _ended(DEAD, DEAD_RANK),
     **{f"blocked in {place}": _busy(place) for place in _PLACES},
     "interpreter lock held": _lock_held,
     "wrong order": _wrong_order,

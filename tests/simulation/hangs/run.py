@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from ft.base import quantities
-from ft.base.errors import UserError
 from ft.faults.hang.causes import Diagnosis
 from ft.faults.hang.series import over_time
 from ft.show.text import table
@@ -187,12 +186,7 @@ def run(given: argparse.Namespace) -> int:
 
     Returns:
         0 if the rank is named in at least 98 % of the cases and the kind in at least 95 %, else 1.
-
-    Raises:
-        UserError: an argument is out of range.
     """
-    if given.cases < 1 or given.jobs < 1:
-        raise UserError("--cases and --jobs must be at least 1", "leave them out for the defaults")
     found = count(_cases(given.cases, given.seed, given.jobs))
     print(as_text(found))
     return 0 if found["all"].ranks >= 0.98 * given.cases and found["all"].kinds >= 0.95 * given.cases else 1

@@ -52,6 +52,7 @@ def pareto(found: Answer, path: Path) -> None:
 
 
 def _tornado(axes, found: Answer) -> None:
+    """Draw what would change the answer: a bar for each quantity, from the least to the greatest cost."""
     look.plain(axes, "Recommended row if one quantity differs; where another row wins, its name")
     paid, ticks = found.recommended.paid, []
     for place, (key, name) in enumerate(VARIED.items()):
@@ -61,10 +62,8 @@ def _tornado(axes, found: Answer) -> None:
             axes.plot([paid, change.paid], [place, place], color=_TWICE, linewidth=10, solid_capstyle="butt", zorder=1)
             axes.plot(change.paid, place, "|", color=palette.INK, markersize=12)
         for change in (min(mine, key=_paid), max(mine, key=_paid)) if mine else ():
-            above, side = (0, 10), {"ha": "center"}
-            axes.annotate(
-                f"x {change.factor:g}", (change.paid, place), above, textcoords="offset points", **STYLE, **side
-            )
+            at, above = (change.paid, place), (0, 10)
+            axes.annotate(f"x {change.factor:g}", at, above, textcoords="offset points", ha="center", **STYLE)
         wins = [
             f"{'below' if turn.factor < 1 else 'above'} {seconds(turn.value)} {turn.winner} wins"
             for turn in found.turns

@@ -1,4 +1,7 @@
-"""Build the situation of each damaged replica of a scenario, as its control plane would see it."""
+"""Build the situation of each damaged replica of a scenario, as its control plane would see it.
+
+A situation is what ``ft.job.control.recovery.decide`` gets: it chooses the rung of the recovery ladder from it.
+"""
 
 from collections.abc import Iterator
 

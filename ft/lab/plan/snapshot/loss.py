@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ft.platform.slurm import NODE
+from ft.state.placement.assign import Where
 
-Where = Mapping[int, Mapping[str, str]]
 Component = tuple[str, str]
 """(kind, name) of a component that can fail: a node, a rack, ..."""
 

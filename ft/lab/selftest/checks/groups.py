@@ -27,11 +27,15 @@ from ft.systems.hsdp.ring import Ring, RingOptions
 from megatron import patches
 
 _TIMEOUT_S = 300.0
+"""Timeout of the groups in seconds: longer than a check, so that nothing here ends by it."""
 _RELEASE_S = 10.0
+"""Seconds within which ranks have to be released."""
 _CYCLES = 2
+"""How often groups are aborted and made again."""
 _LARGE_MESSAGE, _MESSAGE_ON_CPU = 64 << 20, 4 << 20
 """Bytes of a message between two ranks: more than NCCL's buffers take."""
-_CREW_S, _PLANTED_S = 60.0, 10.0
+_CREW_S, _PLANTED_S = 60.0, 20.0
+"""Seconds that the ranks of a check have, and those that they have when a fault is planted."""
 _SLOW = (
     "ranks that are released so late delay every recovery: look for other load on this node, and try another "
     "release of NCCL and of the driver"
@@ -316,7 +320,7 @@ def _until_over(works: list[dist.Work]) -> None:
 
 def _limit(context: Context) -> float:
     """Return the seconds that ranks get: less than the check has, so that it can say which rank did not come back."""
-    return min(_PLANTED_S * 2 if context.planted else _CREW_S, 0.8 * context.limit_s)
+    return min(_PLANTED_S if context.planted else _CREW_S, 0.8 * context.limit_s)
 
 
 def _size(context: Context) -> int:
@@ -330,8 +334,13 @@ def _how(context: Context, size: int = 2) -> str:
     return "NCCL" if gpus >= size else "NCCL over sockets, on shared GPUs"
 
 
-_MEMBERS, _LIMIT_S = 3, 60.0
+# --- the ring between replicas ---------------------------------------------------------------------------------------
+
+_MEMBERS = 3
+_RING_S = 60.0
+"""Seconds that the members of the ring have in all; an all-reduce has half of them."""
 _ON_CPU, _ON_DEVICE = 1 << 20, 16 << 20
+"""Elements of a tensor."""
 _WRONG = (
     "replicas would train on different or wrong gradients: run it again with --only ring; if it fails again, look at "
     "memory, network cards and GPUs of this node (dmesg, nvidia-smi -q)"
@@ -340,7 +349,7 @@ _WRONG = (
 
 def ring(context: Context) -> tuple[str, Measured]:
     """Reduce tensors over members on this node, and compare results between members and with the CPU's."""
-    found = Crew(context, _MEMBERS, _reduce).wait(min(_LIMIT_S, 0.8 * context.limit_s))
+    found = Crew(context, _MEMBERS, _reduce).wait(min(_RING_S, 0.8 * context.limit_s))
     first = found[0]
     for number, one in found.items():
         for name in ("fp32", "bf16"):
@@ -358,9 +367,9 @@ def ring(context: Context) -> tuple[str, Measured]:
 def _reduce(rank: Rank) -> Measured:
     device = rank.device()
     elements = _ON_DEVICE if device.type == "cuda" else _ON_CPU
-    own = Ring("127.0.0.1", TOKEN, RingOptions(limit_s=_LIMIT_S / 2))
+    own = Ring("127.0.0.1", TOKEN, RingOptions(limit_s=_RING_S / 2))
     rank.store.set(f"ring/{rank.number}", json.dumps(own.address))
-    rank.store.wait([f"ring/{number}" for number in range(rank.size)], timedelta(seconds=_LIMIT_S))
+    rank.store.wait([f"ring/{number}" for number in range(rank.size)], timedelta(seconds=_RING_S))
     addresses = [bounded_json.loads(rank.store.get(f"ring/{number}")) for number in range(rank.size)]
     own.reconfigure(1, addresses, rank.number)
     measured: Measured = {}

@@ -76,9 +76,15 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
-    """Return, for each collective, whether the result of ``member`` is right: None if the majority of the group has the
-    same result, REDUCTION if the majority has another result, DISPUTED if there is no majority. ``results[m][i]``:
-    digest of the result of collective i on member m."""
+    """Return, for each collective, whether the result of ``member`` is right.
+
+    None: the majority of the group has the same result; REDUCTION: the majority has another one; DISPUTED: there is no
+    majority.
+
+    Args:
+        member: index of the member in its group.
+        results: ``results[m][i]`` is the digest of the result of collective i on member m.
+    """
     found: list[str | None] = []
     for digests in zip(*results, strict=True):
         counts = Counter(map(tuple, digests))
@@ -118,9 +124,15 @@ class Begun:
 
 
 class _Sum(NamedTuple):
-    """A reduction that has ended: the block sums of what this rank has put in, fp64 [2, pieces, blocks of a piece], and
-    of what it got out, fp64 [blocks]. ``limits``: by what the sums of all parts are multiplied, the relative and the
-    absolute rounding error, and the magnitude above which a partial sum may have overflowed."""
+    """A reduction that has ended.
+
+    Attributes:
+        at: the operator that has called it.
+        part: block sums of what this rank has put in, fp64 [2, pieces, blocks of a piece].
+        result: block sums of what it got out, fp64 [blocks].
+        limits: by what the sums of all parts are multiplied, the relative and the absolute rounding error, and the
+            magnitude above which a partial sum may have overflowed.
+    """
 
     at: OperatorCall
     part: torch.Tensor
@@ -243,8 +255,12 @@ def digests(findings: Findings, tensor: torch.Tensor, splits: Sequence[int]) -> 
 
 
 class Collectives:
-    """The collectives of one rank in one iteration. ``falsify`` corrupts the result of an all-reduce in fault-injection
-    experiments."""
+    """The collectives of one rank in one iteration.
+
+    Args:
+        findings: where mismatches are noted.
+        falsify: corrupts the result of an all-reduce in fault-injection experiments; None: nothing does.
+    """
 
     def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
         self._findings, self._falsify = findings, falsify
@@ -332,7 +348,13 @@ SENT_FORWARD, RECEIVED_FORWARD, SENT_BACKWARD, RECEIVED_BACKWARD = range(4)
 
 
 class Messages:
-    """Digests of the messages of one rank in one iteration. ``chunks``: number of model chunks of a rank."""
+    """Digests of the messages of one rank in one iteration.
+
+    Args:
+        findings: where mismatches are noted.
+        group: process group of the pipeline; a member's rank in it is its stage.
+        chunks: number of model chunks of a rank.
+    """
 
     def __init__(self, findings: Findings, group: dist.ProcessGroup, chunks: int):
         self._findings, self._group, self._chunks = findings, group, chunks
@@ -347,13 +369,22 @@ class Messages:
         self._ways: Sequence[Sequence[int]] = ()
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
-        """Note the routes of the microbatches in this iteration, where stages have one model chunk each: for each
-        microbatch, the stages in the order in which it passes them."""
+        """Note the routes of the microbatches in this iteration, where stages have one model chunk each.
+
+        Args:
+            ways: for each microbatch, the stages in the order in which it passes them.
+        """
         self._ways = ways
 
     def record(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record what a chunk has received or sends for a microbatch. The digests of several tensors of one message are
-        combined into one."""
+        """Record what a chunk has received or sends for a microbatch, whose tensors get one digest together.
+
+        Args:
+            kind: SENT_FORWARD, RECEIVED_FORWARD, SENT_BACKWARD or RECEIVED_BACKWARD.
+            chunk: number of the model chunk on this rank.
+            microbatch: number of the microbatch; one beyond those announced to :meth:`restart` is left out.
+            tensors: the tensors of the message.
+        """
         if self._stages == 1 or microbatch >= self._table.shape[2]:
             return
         row = self._table[kind, chunk, microbatch]
