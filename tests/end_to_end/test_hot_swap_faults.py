@@ -43,7 +43,7 @@ IN_PLACE = {
     "a dropped connection": ("drop@step=5:rank=1,drop@step=10:rank=2:phase=backward", {"in place"}, {}),
     "a slow rank, which is no failure": ("slow@step=5:rank=1:for=1s:factor=4", [], {}),
     "two workers of different shards at once": (
-        "kill@step=7:rank=0:phase=forward,kill@step=7:rank=3:phase=forward",
+        "kill@step=7:rank=0:phase=forward,kill@step=6:rank=3:phase=leave",
         None,
         {"standby": 2},
     ),

@@ -65,7 +65,7 @@ class Crew:
 @contextlib.contextmanager
 def crews(networks: Networks):
     """Yield a function that makes crews on ``networks``; close them, and check that no thread is left."""
-    made, before = [], threading.active_count()
+    made, before = [], set(threading.enumerate())
 
     def make(*args, **kwargs):
         made.append(Crew(networks, *args, **kwargs))
@@ -74,4 +74,6 @@ def crews(networks: Networks):
     yield make
     for each in made:
         each.close()
-    assert threading.active_count() == before, threading.enumerate()
+    for left in set(threading.enumerate()) - before:
+        left.join(30.0)
+        assert not left.is_alive(), left

@@ -85,7 +85,7 @@ def test(arguments: argparse.Namespace):
     """
     import torch
 
-    from ft.lab.reproducibility.probe import Case, Outcome, Probe, cases
+    from ft.lab.reproducibility.probe import Case, Probe, ProbeResult, cases
     from ft.lab.reproducibility.steps import watch
     from megatron import patches
 
@@ -102,7 +102,7 @@ def test(arguments: argparse.Namespace):
         watch(case, probe, arguments.layers)
     if sys.stderr.isatty():
         steer(sys.stderr, "\r\x1b[K")
-    return Outcome(
+    return ProbeResult(
         device=torch.cuda.get_device_name() if here.name == "cuda" else "cpu",
         threads=torch.get_num_threads(),
         torch=torch.__version__,
