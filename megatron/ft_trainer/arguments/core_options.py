@@ -171,6 +171,10 @@ class SpeltOtherwise(Topic):
 
     optimizer_offload_fraction: float = 1.0
 
+    pin_cpu_grads: bool = flag(True, off="--no-pin-cpu-grads")
+
+    pin_cpu_params: bool = flag(True, off="--no-pin-cpu-params")
+
     # process groups
     use_tp_pp_dp_mapping: bool = False
     """Order ranks TP, CP, EP, PP, DP; not TP, CP, EP, DP, PP."""
