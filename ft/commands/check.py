@@ -280,7 +280,7 @@ _REPLICAS = {table.REPLICAS: 2, table.STACKS: 2}
 def _protections(
     options: Options, grid: Layout, of_checkout: tuple[Script, list[Problem]] | None
 ) -> list[dict[str, Any]]:
-    """Return for each protection whether it can be added to the line, as in ``CheckResult.protections``.
+    """Return whether each protection could be added to this launch line: the value of ``CheckResult.protections``.
 
     Args:
         of_checkout: the script of a checkout and the problems of the checkout's files; None for this project's trainer.

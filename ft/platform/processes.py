@@ -362,8 +362,10 @@ _SIGNALS = range(50, 40, -1)
 _LIMIT_S, _PAUSE_S = 0.2, 0.005
 _OWN_STACK = "Stack (most recent call first):"
 _UNDISTURBED = re.compile(r"R|S .*(futex|nanosleep)")
-"""Where a thread is (:func:`tasks`) that does not notice a signal. A wait for a connection would end with EINTR, which
-the main thread's program handles, as Python does, and a library's own thread may not."""
+"""Matches where a thread is (:func:`tasks`) if a signal does not disturb it: it computes, or waits for a lock or timer.
+
+A signal would end a wait for a connection with EINTR. Python handles that in the main thread; a thread of a library may
+not."""
 _LONGEST = 1 << 20
 """Maximum length of the stacks, in bytes."""
 

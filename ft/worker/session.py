@@ -40,7 +40,7 @@ from ft.state.snapshot.copier import device_of, tables_of
 from ft.worker import protocol
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
-from ft.worker.standby import PAUSE_S, Admission, Memory, private_memory
+from ft.worker.standby import PAUSE_S, Admission, ReadyMemory, private_memory
 
 _MOST_FRAMES = 40
 
@@ -201,7 +201,7 @@ class Session(protocol.Member):
         self.progress.begun, self.progress.interrupted = self._on_step, self._on_interruption
         self.outside: Callable[[], Outside] | None = None
         self.role = ""
-        self.memory, self.touched_bytes = Memory(), private_memory()
+        self.memory, self.touched_bytes = ReadyMemory(), private_memory()
         CLOCK.start()
         network = network_of(environment)
         self.server = SnapshotServer(network, token=self.token)

@@ -125,7 +125,7 @@ PAUSE_S = 0.02
 """Seconds between two pieces of memory, so that training on the same node keeps its CPUs."""
 
 
-class Memory:
+class ReadyMemory:
     """Memory that a standby has touched before it needs it: a part of its heap, and one file for a snapshot.
 
     glibc takes large blocks from the kernel, and gives them back, one by one. While a standby keeps memory ready it

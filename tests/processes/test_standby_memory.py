@@ -15,7 +15,7 @@ from control_world import World, only, opened
 from ft.job import messages as m
 from ft.state.layout import Table
 from ft.state.snapshot.buffers import PingPong, Slot, Spare, Status
-from ft.worker.standby import Memory, available_memory
+from ft.worker.standby import ReadyMemory, available_memory
 
 MIB = 1 << 20
 TABLES = {"owned": Table.of({"a": torch.zeros(3 * MIB)}), "replicated": Table.of({"b": torch.zeros(MIB)})}
@@ -25,7 +25,7 @@ FAULTS = """
 import json, resource, sys
 import torch
 from ft.job.messages import Reserve
-from ft.worker.standby import Memory, private_memory
+from ft.worker.standby import ReadyMemory, private_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -35,7 +35,7 @@ def build():
     made = [torch.zeros(12 << 20) for _ in range(4)]  # 48 MiB each
     return faults() - before, made
 
-memory, found = Memory(lambda: 1 << 40), {}
+memory, found = ReadyMemory(lambda: 1 << 40), {}
 if sys.argv[1] != "cold":
     before = private_memory()
     memory.want(Reserve(200 << 20, 0))
@@ -71,7 +71,7 @@ def test_what_is_built_afterwards_touches_no_new_pages():
 def test_memory_is_kept_ready_only_where_there_is_twice_as_much():
     told = []
     for left in (2 * (HEAP + SNAPSHOT) - 1, 2 * (HEAP + SNAPSHOT)):
-        memory = Memory(lambda left=left: left)
+        memory = ReadyMemory(lambda left=left: left)
         told.append((memory.want(m.Reserve(0, HEAP + SNAPSHOT)), memory.is_wanted))
     (short, none), (enough, some) = told
     assert not none and short == "no memory is kept ready: 240 MiB are needed, and the node has 479 MiB left"
@@ -80,7 +80,7 @@ def test_memory_is_kept_ready_only_where_there_is_twice_as_much():
 
 def test_touching_ends_when_others_have_taken_the_memory():
     left = [8 * SNAPSHOT, 8 * SNAPSHOT, 8 * SNAPSHOT, MIB]
-    memory = Memory(lambda: left.pop(0))
+    memory = ReadyMemory(lambda: left.pop(0))
     memory.want(m.Reserve(0, SNAPSHOT))
     while memory.is_wanted:
         memory.touch()
@@ -89,7 +89,7 @@ def test_touching_ends_when_others_have_taken_the_memory():
 
 
 def test_a_second_order_and_one_of_nothing_change_nothing():
-    memory = Memory(lambda: 1 << 40)
+    memory = ReadyMemory(lambda: 1 << 40)
     assert memory.want(m.Reserve(0, 0)) == "" and not memory.is_wanted and memory.take() is None
     assert memory.want(m.Reserve(0, SNAPSHOT))
     assert memory.want(m.Reserve(0, 2 * SNAPSHOT)) == ""
@@ -194,7 +194,7 @@ def test_the_ranks_whose_models_are_as_they_were_are_named_in_the_repair():
 
 
 def test_a_piece_takes_little_time():
-    memory = Memory(lambda: 1 << 40)
+    memory = ReadyMemory(lambda: 1 << 40)
     memory.want(m.Reserve(0, SNAPSHOT))
     took = []
     while memory.is_wanted:

@@ -203,7 +203,7 @@ def _order_repair(state: ControlState, now: float, out: Decisions) -> None:
 
 
 def _live(state: ControlState, step: int) -> list[int]:
-    """Return the logical ranks whose models still have the weights of ``step``."""
+    """Return the logical ranks whose models still hold the weights of ``step``: no later step has changed them."""
     found = ((rank, w.release) for rank, w in state.by_rank().items() if not w.empty)
     return [rank for rank, release in found if release is not None and release.holdings.live == step]
 

@@ -54,7 +54,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Shares:
-    """Two shares of the time of one iteration, which is taken without DMR and without the optimizer step.
+    """What DMR adds, and how long stages are idle, as shares of the duration of one iteration.
+
+    The iteration has no DMR, and its optimizer step is not counted.
 
     Attributes:
         naive_overhead: the time that naive DMR adds.

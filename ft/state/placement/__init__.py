@@ -9,3 +9,9 @@ and describes in words what a placement does not achieve.
 All functions are pure functions of the map of ranks to nodes, with equal results on every rank. The failure domains of
 the nodes are read by :mod:`ft.platform.slurm`.
 """
+
+from collections.abc import Mapping
+
+Where = Mapping[int, Mapping[str, str]]
+"""The failure domains of each logical rank: rank -> kind of domain (such as "rack") -> name of the domain. One of the
+kinds is "node"."""

@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ft.platform.slurm import NODE
 from ft.show.text import spans
+from ft.state.placement import Where
 from ft.state.placement.rotate import rotate, rotate_with_peers
 from ft.state.placement.solve import Domains, Request, solve_best, solve_strictly
 
@@ -37,14 +38,12 @@ rotation.
 _FEW = 12
 """Number of owners whose copies may be moved in a first attempt, if other owners need their holders."""
 
-Where = Mapping[int, Mapping[str, str]]
-"""Logical rank -> kind of failure domain (such as "rack") -> name of the rank's domain. One of the kinds is "node"."""
-
 Holders = dict[int, list[int]]
 """Owner's logical rank -> logical ranks of its holders."""
 
 Shape = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""For each rank of a group: the numbers of its domains, and the positions of its preferred holders."""
+"""The assignment problem of a group, without names: for each rank, in order, the numbers that stand for its failure
+domains, and the positions within the group of the ranks that should hold its copies."""
 
 
 def place(
@@ -414,7 +413,10 @@ def _best_k(where: Where, groups: Sequence[Sequence[int]], k: int) -> int:
 
 
 def _lost_with_their_peers(where: Where, groups: Sequence[Sequence[int]], incomplete: Collection[int]) -> list[str]:
-    """Return a sentence for each data-parallel group with incomplete copies that is in a single failure domain."""
+    """Return a sentence for each data-parallel group whose ranks all share a failure domain.
+
+    Only groups are named that have a rank in ``incomplete``.
+    """
     sentences = []
     for group in groups:
         if not set(group) & set(incomplete):

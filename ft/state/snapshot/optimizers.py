@@ -200,7 +200,7 @@ _NO_NUMBERS = (torch.Tensor, type)
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a parameter group, schedule or loss scaler that are not tensors or classes.
+    """Return those values of a parameter group, schedule or loss scaler that are neither tensors nor classes.
 
     Raises:
         UserError: a value cannot be represented in JSON.

@@ -30,9 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ft.platform.slurm import NODE
+from ft.state.placement import Where
 
-Where = Mapping[int, Mapping[str, str]]
-"""As in ``ft.state.placement.assign``, which imports scipy; ``ft plan buy`` refuses bad input before that."""
 Component = tuple[str, str]
 """(kind, name) of a component that can fail: a node, a rack, ..."""
 

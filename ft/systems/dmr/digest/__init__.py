@@ -42,7 +42,7 @@ def digest(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def writer(device: torch.device | str) -> Backend:
-    """Return a function ``write(tensor, seed, out)`` that writes the digest to ``out``, int64 [2] on ``device``."""
+    """Return a function ``write(tensor, seed, out)``: it writes a digest to ``out``, an int64 [2] on ``device``."""
     return _backend(torch.device(device).type)
 
 
