@@ -1,7 +1,7 @@
 """What a standby does while it waits for a logical rank: it checks its node, and keeps memory ready.
 
 What a recovery costs beyond a fixed time is work on memory, and most of it is the first touch of each page: the kernel
-has to find and zero it, which takes ten times as long as to write to a page that is there. So a standby touches as much
+has to find and zero it, which takes far longer than to write to a page that is there. So a standby touches as much
 memory as the worker of a logical rank needs, of whichever rank; what it then builds and fetches goes into these pages.
 """
 
