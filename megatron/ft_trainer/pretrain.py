@@ -51,9 +51,6 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     protections.ends_as(lambda: outcome(job, trainer))
     with job.log, job.exits:
         job.protection.run_with_recovery(lambda: run(job))
-    for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
-        for loader in filter(None, loaders or []):
-            loader.close()
     job.checkpointer.close()
     return job.state
 

@@ -9,12 +9,12 @@ another default, and those without a field, which determine one or more fields (
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
 from ft.base.options import Topic, default_of, field_docs, flag, spellings
-from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
+from megatron.ft_trainer.arguments import core_fields
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000
@@ -365,36 +365,38 @@ def _wants(o: Any) -> Iterator[Problem]:
 
 def _with_the_fields(base: type) -> type:
     """Return ``base``, a dataclass of options, with one more field for each field of core that has a flag."""
-    core = installed_core()
-    found: dict[str, CoreField] = {}
-    for config in _OF_CONFIGS:
-        found |= {name: each for name, each in fields_of(core, config).items() if name not in found}
-    own, docs = {f.name for f in fields(base)}, field_docs(base)
+    core, found, docs = core_fields.installed_core(), {}, {}
+    for config in (core_fields.config_class(core, name) for name in _OF_CONFIGS):
+        found |= {f.name: f for f in fields(config) if f.init and f.name not in found}
+        docs |= {name: text for name, text in config.HELP.items() if name not in docs}
+    own, docs = {f.name for f in fields(base)}, docs | field_docs(base)
     taken = {spelling for f in fields(base) for group in spellings(f) for spelling in group}
     added = []
     for name, each in found.items():
-        if name in own or name in WITHOUT_FLAG or name.startswith("_") or each.type is None:
+        kind = core_fields.kind_of(each.type)
+        if name in own or name in WITHOUT_FLAG or name.startswith("_") or kind is None:
             continue
-        option = _option(each)
+        option = _option(each, is_switch=kind is bool)
         words = {*option.metadata["on"], *option.metadata["off"]}
         if not taken & words:
-            added.append((name, each.type, option))
+            added.append((name, kind, option))
             taken |= words
     made = make_dataclass("CoreOptions", added, bases=(base,))
     made.__module__ = __name__
     made.__doc__ = "megatron-core: model, experts, precision, layout, data parallelism, optimizer"
-    made.HELP = {f.name: docs.get(f.name) or (found[f.name].help if f.name in found else "") for f in fields(made)}
+    made.HELP = {f.name: docs.get(f.name, "") for f in fields(made)}
     return made
 
 
-def _option(each: CoreField) -> Any:
+def _option(each: Field, *, is_switch: bool) -> Any:
     """Return the dataclass field of the option that follows from a field of core."""
-    dashed, spelt = each.name.replace("_", "-"), list(each.spelling.get("arg_names", ()))
-    default = _OTHER_DEFAULTS.get(each.name, each.spelling.get("default", each.default))
-    if each.type is bool and default is True:
+    spelling = each.metadata.get("argparse_meta", {})
+    dashed, spelt = each.name.replace("_", "-"), list(spelling.get("arg_names", ()))
+    default = _OTHER_DEFAULTS.get(each.name, spelling.get("default", core_fields.default_of(each)))
+    if is_switch and default is True:
         other = [] if each.name in _OTHER_DEFAULTS else [f"--disable-{dashed}"]
         return flag(True, off=spelt or [f"--no-{dashed}", *other])
-    return flag(default, on=spelt or [f"--{dashed}"], choices=each.spelling.get("choices"))
+    return flag(default, on=spelt or [f"--{dashed}"], choices=spelling.get("choices"))
 
 
 if TYPE_CHECKING:

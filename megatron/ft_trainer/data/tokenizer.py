@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import numpy
 
+from ft.base import files
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import OF_CORE, TokenizerOptions
-from megatron.ft_trainer.data.indexed import Sidecar, read_sidecar
 
 NO_TOKEN = -1
 
@@ -26,6 +27,41 @@ _FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 """Names of the files of a HuggingFaceTokenizer's folder from which the ids of a text follow."""
+
+
+class Sidecar(msgspec.Struct):
+    """What ``tools/preprocess_data.py`` writes beside a dataset into ``P.meta.json``: how it was made.
+
+    Attributes:
+        tokenizer_type: value of --tokenizer-type.
+        tokenizer_model: absolute path of the tokenizer's file, or None.
+        fingerprint: fingerprint of the tokenizer.
+        vocab_size: number of token ids.
+        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that predicts from
+            these frequencies alone.
+    """
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    fingerprint: str
+    vocab_size: int
+    unigram_entropy: float
+
+
+def read_sidecar(prefix: str) -> Sidecar | None:
+    """Return the sidecar of a dataset; None if it has none (because Megatron-LM's own tool made it).
+
+    Raises:
+        UserError: the sidecar is unreadable.
+    """
+    path = Path(f"{prefix}.meta.json")
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(files.read(path), type=Sidecar)
+    except (OSError, msgspec.DecodeError) as error:
+        fix = "make the dataset again with tools/preprocess_data.py, or remove the file if the dataset is sound"
+        raise UserError(f"{path} can't be read: {error}", fix) from error
 
 
 class Tokenizer:
@@ -218,25 +254,14 @@ def build_tokenizer(options: TokenizerOptions, prefix: str | None = None) -> Tok
             f"--vocab-size is {options.vocab_size} but {_named(tokenizer)} has {tokenizer.vocab_size} ids",
             f"drop --vocab-size or give {tokenizer.vocab_size}",
         )
-    if sidecar:
-        check_made_with(prefix, sidecar, tokenizer)
+    if sidecar and sidecar.fingerprint != tokenizer.fingerprint:
+        made = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model or ''}".strip()
+        raise UserError(
+            f"{prefix} was made with {made} (fingerprint {sidecar.fingerprint[:12]}, {sidecar.vocab_size} ids), "
+            f"this run has {_named(tokenizer)} (fingerprint {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids)",
+            "use the dataset's tokenizer, or make the dataset again with tools/preprocess_data.py",
+        )
     return tokenizer
-
-
-def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
-    """Reject the dataset at ``prefix`` if its sidecar says that it was made with another tokenizer.
-
-    Raises:
-        UserError: the fingerprints differ; the message has both.
-    """
-    if sidecar.fingerprint == tokenizer.fingerprint:
-        return
-    made = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model or ''}".strip()
-    raise UserError(
-        f"{prefix} was made with {made} (fingerprint {sidecar.fingerprint[:12]}, {sidecar.vocab_size} ids), "
-        f"this run has {_named(tokenizer)} (fingerprint {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids)",
-        "use the dataset's tokenizer, or make the dataset again with tools/preprocess_data.py",
-    )
 
 
 def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_parallel_size: int) -> int:
