@@ -97,7 +97,7 @@ def preprocess(argv: list[str]) -> tuple[str, Counter]:
     documents, sizes, total = [], [], 0
     for place, text in texts(given, skipped):
         try:
-            ids = tokenizer.tokenize_to_array(text, dtype)
+            ids = numpy.array(tokenizer.tokenize(text), dtype)
             sizes.append(len(text.encode("utf-8", "surrogatepass")))
         except (UserError, UnicodeEncodeError) as error:
             raise UserError(f"{place}: {getattr(error, 'problem', error)}", "repair or exclude the file") from error

@@ -5,6 +5,7 @@ A field of a configuration gets the value of the option of the same name. The co
 follow from other options, and those that depend on this process (whether it has a GPU, Transformer Engine, Apex).
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -50,8 +51,15 @@ def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
         **_kernels(options),
         **_parallelism(options, layout),
     }
-    try:
+    with judged_by_core():
         return config(**{name: value for name, value in given.items() if name in {f.name for f in fields(config)}})
+
+
+@contextmanager
+def judged_by_core() -> Iterator[None]:
+    """In this context, what megatron-core rejects is a UserError with its words."""
+    try:
+        yield
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(f"megatron-core refuses this configuration: {error}", "change the flags it names") from error
 
@@ -246,7 +254,8 @@ def build_model(
         # Not perform_initialization=False: this also skips the marks on tensor-parallel parameters, and without these
         # marks core counts their gradients wrongly in the norm.
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave_as_it_is
-    chunks = _gpt_chunks(options, layout, config, padded_vocab_size, ends)
+    with judged_by_core():
+        chunks = _gpt_chunks(options, layout, config, padded_vocab_size, ends)
     for chunk in chunks:
         for param in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -366,7 +375,8 @@ def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
     """Return the optimizer over all chunks of this rank."""
     given = same_names(OptimizerConfig, options)
     given |= {"lr": options.core.lr or 0.0, "params_dtype": params_dtype(options)}
-    config = OptimizerConfig(**given)
+    with judged_by_core():
+        config = OptimizerConfig(**given)
     return optimizer_of(config, chunks, with_gloo=options.core.create_gloo_process_groups)
 
 

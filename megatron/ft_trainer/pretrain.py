@@ -110,7 +110,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)
     verified = protections.intercepts_operators
-    return Job(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, verified=verified)
+    return Job(options, layout, trainee, state, *loaders, checkpointer, log, exits, verified=verified)
 
 
 def run(job: Job) -> None:

@@ -1,6 +1,6 @@
-"""Loads a trained model for inference in one process, with the options stored in its checkpoint, and samples text."""
+"""Loads a trained model for inference in one process, with the options stored in its checkpoint."""
 
-from collections.abc import Iterator
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +36,9 @@ def load_for_inference(folder: Path) -> Trained:
     """Load the newest checkpoint in ``folder``, of either trainer, as one whole model, in a world of one rank.
 
     Raises:
-        UserError: there is no checkpoint, or none of the reference trainer's that passes verification, or to read it
-            could execute code.
+        UserError: there is no checkpoint, or to read it could execute code.
     """
-    checkpoint = newest_of_nvidias(folder) or newest_sound(folder)
+    checkpoint = newest(folder)
     with types_checked(checkpoint):
         FileSystemReader(checkpoint).read_metadata()  # core's reader hides what is wrong with it
         options = options_in(checkpoint)
@@ -56,30 +55,17 @@ def load_for_inference(folder: Path) -> Trained:
     return Trained(chunk, tokenizer, options)
 
 
-def newest_of_nvidias(folder: Path) -> Path | None:
-    """Return the checkpoint that the tracker file of NVIDIA's trainer names; None if it is one of this trainer."""
-    try:
-        newest = folder / f"iter_{int((folder / inventory.TRACKER).read_text()):07d}"
-    except (OSError, ValueError):
-        return None
-    return newest if newest.is_dir() and not (newest / inventory.MANIFEST).exists() else None
-
-
-def newest_sound(folder: Path) -> Path:
-    """Return the newest checkpoint of the reference trainer whose files are as their manifest says.
+def newest(folder: Path) -> Path:
+    """Return the checkpoint that the tracker file in ``folder`` names, which both trainers write.
 
     Raises:
         UserError: there is none.
     """
-    wrong = []
-    for entry in inventory.newest_first(inventory.scan(folder)) if folder.is_dir() else ():
-        checkpoint = folder / entry.name
-        found = inventory.problems(checkpoint, inventory.read_manifest(checkpoint).files)
-        if not found:
-            return checkpoint
-        wrong += found
-    problem = "".join([f"{folder} holds no complete checkpoint", *(f"\n    {line}" for line in wrong)])
-    raise UserError(problem, "give a --save folder of pretrain_gpt.py")
+    with contextlib.suppress(OSError, ValueError):
+        found = folder / inventory.checkpoint_name(int(inventory.tracked_step(folder) or ""))
+        if found.is_dir():
+            return found
+    raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
 
 
 def options_in(checkpoint: Path) -> Options:
@@ -108,44 +94,3 @@ def options_in(checkpoint: Path) -> Options:
     else:
         options.tokenizer.vocab_size = None
     return options
-
-
-@torch.no_grad()
-def generate(
-    chunk: torch.nn.Module,
-    prompt: list[int],
-    *,
-    vocab_size: int,
-    window: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-) -> Iterator[int]:
-    """Yield token ids that continue ``prompt``, without end.
-
-    Args:
-        chunk: a whole GPT (one stage, no tensor parallelism).
-        prompt: at least one token id.
-        vocab_size: ids from here on are padding of the embedding and are never sampled.
-        window: longest context in tokens.
-        temperature: softmax temperature; 0 takes the most likely token.
-        top_k: sample among this many of the most likely tokens; 0: among all.
-        seed: seed of the sampling.
-    """
-    ids = list(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        context = torch.tensor([ids[-window:]], dtype=torch.long).cuda()
-        positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
-        logits = chunk(context, positions, None)[0, -1, :vocab_size].float().cpu()
-        ids.append(sample(logits, temperature, top_k, generator))
-        yield ids[-1]
-
-
-def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Return one token id sampled from the ``logits`` of one position, [vocabulary]; see ``generate``."""
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.numel())).values[-1], float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))

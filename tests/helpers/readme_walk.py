@@ -516,7 +516,7 @@ TRAINING = (
     Walk(
         "verify",
         "python -m megatron.ft_trainer.checkpointing verify runs/mine",
-        says=("iter_0000004: ok", "newest"),
+        says=("iter_0000004: ok", "sound checkpoints"),
         after=("train",),
     ),
     Walk(

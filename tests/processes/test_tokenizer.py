@@ -28,7 +28,6 @@ def test_bytes_come_back(text):
     tokenizer = ByteLevelTokenizer()
     ids = tokenizer.tokenize(text)
     assert tokenizer.detokenize(ids) == text
-    assert tokenizer.tokenize_to_array(text, "uint16").tolist() == ids
     assert all(i < 256 for i in ids)
 
 

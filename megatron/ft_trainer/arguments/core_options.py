@@ -7,7 +7,9 @@ its flag another spelling. :class:`SpeltOtherwise` has the flags that Megatron-L
 another default, and those without a field, which determine one or more fields (:mod:`megatron.ft_trainer.model`).
 """
 
-import ast
+import contextlib
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,43 +20,21 @@ from megatron.ft_trainer.arguments import core_fields
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000
+"""Largest product of the numbers in a pattern of layers, and so more layers than it has."""
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def pattern(word: str) -> int | list[int]:
     """Parse ``3`` (every third layer) or a 0/1 pattern such as ``[0,1,1]`` or ``([0]*1+[1]*3)*2``."""
-    try:
-        return int(word)
-    except ValueError:
-        pass
-    if not set(word) <= set("0123456789[](),+* "):
-        raise UserError(f"{word!r} is not a pattern of layers", "give N, [0,1,...] or ([0]*a+[1]*b)*c")
-    try:
-        found = _layers(ast.parse(word.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"the pattern of layers {word!r} cannot be read: {error}", "give N or [0,1,...]") from error
-    if not isinstance(found, list) or any(entry not in (0, 1) for entry in found):
-        raise UserError(f"{word!r} is not a list of 0 and 1", "give N or [0,1,...]")
-    return found
-
-
-def _layers(node: ast.expr) -> Any:
-    """Return the value of a whole number, a list of them, a sum of lists, or a list times a whole number."""
-    match node:
-        case ast.Constant(int(value)):
-            return value
-        case ast.List(entries):
-            return [_layers(entry) for entry in entries]
-        case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
-            first, second = _layers(left), _layers(right)
-            is_sum = isinstance(operation, ast.Add)
-            kinds = {type(first), type(second)}
-            count = max((value for value in (first, second) if isinstance(value, int)), default=1)
-            if kinds == ({list} if is_sum else {list, int}) and count <= _MOST_LAYERS:
-                found = first + second if is_sum else first * second
-                if len(found) <= _MOST_LAYERS:
-                    return found
-    raise ValueError(f"it is no list of layers, or has more than {_MOST_LAYERS:,}")
+    if word.isdecimal():
+        return int(word[:9])
+    factors = [int(number[:9]) or 1 for number in re.findall(r"\d+", word)]
+    if set(word) <= set("0123456789[](),+* ") and "**" not in word and math.prod(factors) <= _MOST_LAYERS:
+        with contextlib.suppress(SyntaxError, TypeError, RecursionError, MemoryError):
+            found = eval(word.strip())  # of sums and products of short lists only
+            if isinstance(found, list) and all(entry in (0, 1) for entry in found):
+                return found
+    raise UserError(f"{word!r} is not a pattern of layers", "give N, [0,1,...] or ([0]*a+[1]*b)*c")
 
 
 def stages(word: str) -> str:
@@ -269,7 +249,7 @@ _OF_THE_LAYOUT = frozenset(
 
 
 def _complete(o: Any) -> Iterator[Problem]:
-    """Fill in the values that follow from other flags, and yield the contradictions between values."""
+    """Fill in the values that follow from other flags, and yield the contradictions that megatron-core does not see."""
     if o.recompute_activations:
         o.recompute_granularity = "selective"
     if o.num_experts == 0:
@@ -282,7 +262,6 @@ def _complete(o: Any) -> Iterator[Problem]:
         o.accumulate_allreduce_grads_in_fp32 = True
     yield from _impossible_numbers(o)
     yield from _contradictions(o)
-    yield from _wants(o)
     if o.ffn_hidden_size is None and o.hidden_size:
         gated = int(4 * o.hidden_size * 2 / 3 / 64) * 64
         o.ffn_hidden_size = max(gated, 64) if o.swiglu else 4 * o.hidden_size
@@ -320,35 +299,12 @@ def _contradictions(o: Any) -> Iterator[Problem]:
     given = [f"--{n.replace('_', '-')}" for n in ("swiglu", "squared_relu", "quick_geglu") if getattr(o, n)]
     if len(given) > 1:
         yield f"{' and '.join(given)} are all activations", "give one of them"
-    if o.fp16 and o.bf16:
-        yield "--fp16 and --bf16 were both given", "give one of them"
-    if o.ddp_bucket_size and o.ddp_num_buckets:
-        yield "--ddp-bucket-size and --ddp-num-buckets say the same thing", "give one of them"
     if o.deterministic_mode and o.cross_entropy_loss_fusion:
         yield "--deterministic-mode and --cross-entropy-loss-fusion exclude each other", "drop one of them"
     splits = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     given = [f"--{n.replace('_', '-')}" for n in (*splits, "pipeline_model_parallel_layout") if getattr(o, n)]
     if len(given) > 1:
         yield f"{' and '.join(given)} say the same thing", "give one of them"
-    if o.multi_latent_attention and o.group_query_attention:
-        yield "--multi-latent-attention and --group-query-attention exclude each other", "drop one of them"
-    if o.recompute_granularity != "full" and o.recompute_method:
-        problem = f"--recompute-method {o.recompute_method} has no meaning without full recomputation"
-        yield problem, "add --recompute-granularity full"
-    if o.recompute_modules and o.recompute_granularity != "selective":
-        yield (
-            "--recompute-modules has no meaning without selective recomputation",
-            "add --recompute-granularity selective",
-        )
-
-
-def _wants(o: Any) -> Iterator[Problem]:
-    """Yield a problem for each given flag that requires another flag which is not given."""
-    if o.recompute_granularity == "full" and not (o.recompute_method and o.recompute_num_layers):
-        yield (
-            "--recompute-granularity full needs to know which layers",
-            "add --recompute-method uniform --recompute-num-layers 1",
-        )
     shards = o.use_distributed_optimizer and o.overlap_grad_reduce
     if o.overlap_param_gather and not (shards or o.use_megatron_fsdp):
         yield (

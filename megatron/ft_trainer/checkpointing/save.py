@@ -8,9 +8,10 @@ failure only on rank 0; in 0.19 the writer is a different one.
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -28,6 +29,7 @@ from megatron.ft_trainer.checkpointing import commit, inventory
 from megatron.ft_trainer.checkpointing.commit import explain, free_bytes
 from megatron.ft_trainer.checkpointing.inventory import FileRecord, Manifest, bytes_in_words, checksum
 
+Files = dict[str, FileRecord]
 _OVERHEAD = 2048
 """Upper bound in bytes of what ``torch.save`` adds to a tensor's own bytes."""
 
@@ -143,9 +145,9 @@ def save(
     except CheckpointException as failure:  # the same on all ranks
         from_rank_0(lambda: commit.discard(partial), group)
         return Outcome(manifest.step, folder, _first_error(failure))
-    written = share({name: asdict(record) for name, record in writer.records.items()}, group)
-    files = {name: FileRecord(**record) for records in written for name, record in records.items()}
-    manifest = replace(manifest, serial=serial, files=files)
+    written = share(msgspec.to_builtins(writer.records), group)
+    files = {name: record for records in msgspec.convert(written, list[Files]) for name, record in records.items()}
+    manifest = msgspec.structs.replace(manifest, serial=serial, files=files)
     error, notes = from_rank_0(lambda: _commit(partial, manifest, keep_last, distrusted), group)
     size = sum(record.bytes for record in files.values())
     return Outcome(manifest.step, folder, error, size, time.monotonic() - started, tuple(notes))

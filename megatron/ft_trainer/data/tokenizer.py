@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
-import numpy
 
 from ft.base import files
 from ft.base.errors import UserError
@@ -92,10 +91,6 @@ class Tokenizer:
         """Return the token ids of ``text``, without special tokens around them."""
         raise NotImplementedError
 
-    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
-        """Return the token ids of ``text`` as a 1-D array of ``dtype``."""
-        return numpy.array(self.tokenize(text), dtype=dtype)
-
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
         raise NotImplementedError
@@ -130,9 +125,6 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
-        return numpy.frombuffer(text.encode("utf-8"), dtype=numpy.uint8).astype(dtype)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -191,21 +183,18 @@ class CoreTokenizer(Tokenizer):
         for file in self._files:
             if not Path(file).exists():
                 raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
-        if kind == "HuggingFaceTokenizer" and not Path(model).is_dir():
-            fix = "give the folder that save_pretrained of its transformers tokenizer writes"
-            raise UserError(f"--tokenizer-model {model} is not the folder of a HuggingFaceTokenizer", fix)
-        self._given = _given_to_core(options, kind)
+        self._given, library = _given_to_core(options, kind), {"library": OF_CORE[kind]}
+        path = kind if OF_CORE[kind] == "megatron" else model
         try:
-            self._tokenizer = MegatronTokenizer.from_pretrained(
-                tokenizer_path=kind if OF_CORE[kind] == "megatron" else model,
-                metadata_path={"library": OF_CORE[kind]},
-                **self._given,
-            )
+            self._tokenizer = MegatronTokenizer.from_pretrained(path, library, **self._given)
             self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
         except Exception as error:  # the libraries raise exceptions of many kinds
-            # megatron-core passes the merges under a name that the library does not know: it takes those of the hub
-            hub = "; without a network, the Hugging Face cache or a folder gpt2 has to hold that model"
-            fix = f"check the tokenizer's files{hub if kind == 'GPT2BPETokenizer' else ''}"
+            fixes = {
+                # megatron-core passes the merges under a name that the library does not know: it takes the hub's
+                "GPT2BPETokenizer": "; without a network, the Hugging Face cache or a folder gpt2 has to hold it",
+                "HuggingFaceTokenizer": ": give the folder that save_pretrained of its transformers tokenizer writes",
+            }
+            fix = f"check the tokenizer's files{fixes.get(kind, '')}"
             raise UserError(f"megatron-core cannot build {kind}: {error}", fix) from error
         pad = self._tokenizer.pad
         self.pad = NO_TOKEN if pad is None or pad == self.eod or not 0 <= pad < self.vocab_size else pad

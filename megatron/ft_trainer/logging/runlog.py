@@ -28,7 +28,6 @@ class StepReport:
     global_batch_size: int
     step_time_s: float
     tokens_per_s: float
-    tflops_per_gpu: float
     loss_scale: float
     skipped: bool
     num_zeros: int | None = None
@@ -109,7 +108,6 @@ def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> s
         f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {now.step:8d}/{last_step:8d}",
         f"consumed samples: {now.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {sum(r.step_time_s for r in reports) / count * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {sum(r.tflops_per_gpu for r in reports) / count:.3g}",
         f"tokens/s: {sum(r.tokens_per_s for r in reports) / count:.0f}",
         f"learning rate: {now.lr:.6E}",
         f"global batch size: {now.global_batch_size:5d}",
