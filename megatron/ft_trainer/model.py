@@ -109,7 +109,6 @@ def _network(options: Options) -> dict[str, Any]:
         "fp8_param": c.fp8_param_gather,
         "fp4_param": getattr(c, "fp4_param_gather", False),  # megatron-core has it since 0.17
         "inference_sampling_seed": options.training.seed,
-        "calculate_per_token_loss": c.calculate_per_token_loss,
     }
     if c.swiglu:
         found |= {"activation_func": F.silu, "gated_linear_unit": True}
@@ -140,7 +139,6 @@ def _kernels(options: Options) -> dict[str, Any]:
         "apply_rope_fusion": use_te and c.apply_rope_fusion and c.position_embedding_type == "rope",
         "persist_layer_norm": has_apex and c.persist_layer_norm,
         "gradient_accumulation_fusion": accumulates and c.gradient_accumulation_fusion,
-        "use_cpu_initialization": bool(c.use_cpu_initialization),
     }
 
 
@@ -148,12 +146,7 @@ def _parallelism(options: Options, layout: Layout) -> dict[str, Any]:
     c, dtype = options.core, params_dtype(options)
     overlaps = layout.vpp is not None and c.overlap_p2p_comm
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
         "num_layers_in_first_pipeline_stage": c.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": c.decoder_last_pipeline_num_layers,
         "cp_comm_type": c.cp_comm_type[0] if len(c.cp_comm_type) == 1 else c.cp_comm_type,

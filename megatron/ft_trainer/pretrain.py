@@ -24,8 +24,7 @@ from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.initialize import compile_fused_functions, init_model_parallel, seed_everything
 from megatron.ft_trainer.job import Job, load, say
 from megatron.ft_trainer.loaders import make_loaders
-from megatron.ft_trainer.logging.figures import count_parameters, startup_summary
-from megatron.ft_trainer.logging.runlog import RunLog
+from megatron.ft_trainer.logging.runlog import RunLog, count_parameters, startup_summary
 from megatron.ft_trainer.loop import evaluate, train
 from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.trainer import JobTrainer

@@ -102,7 +102,6 @@ class Checkpointer:
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             keep_last=self._options.keep_last,
             distrusted=self._distrusted,
-            log=self._log,
         )
         self._is_saving = False
         return self._conclude(outcome, is_last)
