@@ -661,6 +661,7 @@ class Open(Message):
         fired: numbers of the injected faults that have happened.
         rendezvous_address: host:port of the store that this epoch's process groups use for their rendezvous; one of the
             nodes of this epoch's workers hosts it.
+        copies: logical rank of a joiner -> logical ranks that its peer copies have been sent to until now.
     """
 
     epoch: int
@@ -669,6 +670,7 @@ class Open(Message):
     fresh: bool
     fired: list[int] = field(default_factory=list)
     rendezvous_address: str = ""
+    copies: dict[int, list[int]] = field(default_factory=dict)
 
 
 SNAPSHOT_MEMORY = "ft-snapshot"

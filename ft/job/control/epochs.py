@@ -120,7 +120,8 @@ def _open(state: ControlState, joiners: list[int], fresh: bool, reason: str, out
         domains = dict(state.agents[worker.node].joined.domains)
         seats[rank] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
     host = state.agents[state.seated()[0].node]  # the rendezvous store has to be on a node of the epoch's workers
-    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.joined.rendezvous_address)
+    address, copies = host.joined.rendezvous_address, {rank: state.copies.get(rank, []) for rank in joiners}
+    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), address, copies)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {str(rank): seat.worker for rank, seat in seats.items()}
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)

@@ -108,7 +108,7 @@ class Capture:
             "scheduler": None if self._scheduler is None else optimizers.numbers(self._scheduler.state_dict()),
             "extra": extra,
         }
-        blobs = rng.blobs() | {fp8.BLOB: self._scales.bytes(scaled)}
+        blobs = rng.blobs() | {fp8.BLOB: self._scales.encoded(scaled)}
         for name, (holder, key) in self._buffers.items():
             blobs[name] = holder[key].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return RankState(self._owned, self._replicated, envelope, blobs)

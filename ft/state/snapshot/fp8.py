@@ -38,7 +38,7 @@ class DelayedScaling:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
-        self._layers: dict[str, tuple[torch.nn.Module, Any]] = {
+        self._layers: dict[str, tuple[Any, Any]] = {
             f"{i}/{path}": (layer, getattr(chunk, "config", None))
             for i, chunk in enumerate(chunks)
             for path, layer in chunk.named_modules()
@@ -62,13 +62,13 @@ class DelayedScaling:
                 placed.append((keys.index(key), number, name))
         return {name: self._layers[name][0].fp8_meta["num_gemms"] for *_, name in sorted(placed)}
 
-    def bytes(self, order: Mapping[str, int]) -> bytes:
+    def encoded(self, order: Mapping[str, int]) -> bytes:
         """Return the scales and histories of these layers, one after another."""
         found = [tensor.detach().flatten() for tensor in self._tensors(order)]
         return torch.cat(found).cpu().numpy().tobytes() if found else b""
 
     def restore(self, order: Mapping[str, int], data: bytes) -> None:
-        """Restore what :meth:`order` and :meth:`bytes` returned, on the same rank or on one with the same layers."""
+        """Restore what :meth:`order` and :meth:`encoded` returned, on the same rank or on one with the same layers."""
         manager = _manager()
         if manager is None:
             return

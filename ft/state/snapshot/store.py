@@ -310,6 +310,7 @@ class Snapshots:
             EpochClosed: ``epoch`` was closed.
         """
         self._leave_what_was(epoch, step)
+        self._transport.take_ahead({}, step, self.rank)
         self._stock.drop_after(step)
         self._taken = self._safe = step
 
@@ -400,10 +401,14 @@ class Snapshots:
             FallbackError: no source has a usable snapshot.
         """
         problems: list[str] = []
+        fetched = self._transport.take_ahead(tables, step, source.owned)
         if source.owned == self.rank:
             slot = self._sound_own(tables, step, envelope_only, problems)
             if slot is not None:
                 return slot, {OWNED: "own", REPLICATED: "own"}
+        if fetched is not None:
+            slot, holder = fetched
+            return slot, {OWNED: f"copy:{holder}", REPLICATED: "none"}
         slot = self._stock.own.begin(step, epoch, tables)
         complete = False
         try:
