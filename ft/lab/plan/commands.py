@@ -9,7 +9,7 @@ _SUBCOMMANDS = (
     "ft.lab.plan.snapshot.commands",
     "ft.lab.plan.goodput.policy",
     "ft.lab.plan.schedule.commands",
-    "ft.lab.plan.spare.commands",
+    "ft.lab.plan.spare",
 )
 
 
