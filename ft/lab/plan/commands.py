@@ -7,7 +7,7 @@ _SUBCOMMANDS = (
     "ft.lab.plan.goodput.buy",
     "ft.lab.plan.goodput.views",
     "ft.lab.plan.snapshot.commands",
-    "ft.lab.plan.goodput.policy",
+    "ft.lab.plan.policy",
     "ft.lab.plan.schedule.commands",
     "ft.lab.plan.spare",
 )
