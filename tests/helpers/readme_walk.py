@@ -456,7 +456,7 @@ PLANS = (
     Walk(
         "plan-interval", "ft plan interval *", {"interval": "interval --failures 400"}, ("Daly",), after=("plan-init",)
     ),
-    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("over naive",)),
+    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("naive DMR",)),
     Walk(
         "bench-connections",
         "python tools/bench/connections.py *",
