@@ -28,6 +28,15 @@ def deadpool(mttf_s: float, cost_s: float) -> float:
     return mttf_s / (mttf_s + cost_s)
 
 
+def formula_1(shards: int, p: float, k: int) -> float:
+    """Return DEADPOOL's bound (formula (1), section V-C) on the probability that a shard is lost: ``D p^(k+1)``.
+
+    Nodes fail independently, each within a step with probability ``p``, and a shard is lost with its owner and its
+    ``k`` holders.
+    """
+    return min(1.0, shards * p ** (k + 1))
+
+
 def ft_hsdp(between_s: float, replicas: int, stall_s: float, rebuild_s: float) -> float:
     """Return the effective training time by FT-HSDP, section 6.1: one failure per interval, whose effects then end.
 
