@@ -8,7 +8,7 @@ _SUBCOMMANDS = (
     "ft.lab.plan.goodput.views",
     "ft.lab.plan.snapshot.command",
     "ft.lab.plan.policy",
-    "ft.lab.plan.schedule.commands",
+    "ft.lab.plan.schedule",
     "ft.lab.plan.spare",
 )
 

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
@@ -42,7 +41,6 @@ def add_parser(subparsers) -> None:
     about = "show stack, moves and patch computes after a loss of groups"
     reorder = _subcommand(nested, "reorder", run_reorder, about, _REORDER)
     place.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use these marks, after a check")
-    place.add_argument("--out", metavar="FILE", help="write the initial order of every group to this file, as JSON")
     about = "groups, from 0, or ranges"
     reorder.add_argument("--failed", type=several, required=True, metavar="A,B,...", help=about)
 
@@ -76,18 +74,12 @@ _PLACE_OUT = left_out("failure domains: the hosts of a type may share a rack or 
 
 
 def run_place(given: argparse.Namespace) -> int:
-    """Print the rulers and, with ``--out``, write the layout (the types of every group in their initial order).
+    """Print the rulers.
 
     Raises:
-        UserError: a size cannot be placed, the given ruler is invalid, or the file cannot be written.
+        UserError: a size cannot be placed, or the given ruler is invalid.
     """
-    if given.out is not None and len(_sizes(given)) > 1:
-        raise UserError(
-            "--out stores a single layout, and several sizes are given", "give one --groups and --redundancy"
-        )
     placements = [_placement(groups, redundancy, given.ruler) for groups, redundancy in _sizes(given)]
-    if given.out is not None:
-        _write(placements[0], Path(given.out))
     answers = [{"ruler": list(placement.ruler), "max_overlap": placement.max_overlap} for placement in placements]
     print(_as_json(given, answers) if given.json else f"{_PLACE_OUT}\n\n{_place_text(placements)}")
     return 0
@@ -101,19 +93,6 @@ def _placement(groups: int, redundancy: int, given: list[int] | None) -> Placeme
             f"the ruler has {len(given)} marks, and the redundancy is {redundancy}", "give one mark for each host"
         )
     return Placement(groups, check(given, groups))
-
-
-def _write(placement: Placement, path: Path) -> None:
-    layout = {
-        "groups": placement.groups,
-        "redundancy": placement.redundancy,
-        "ruler": list(placement.ruler),
-        "orders": placement.orders().tolist(),
-    }
-    try:
-        path.write_text(json.dumps(layout) + "\n")
-    except OSError as error:
-        raise UserError(f"the layout cannot be written: {error}", "give --out a path that can be written") from error
 
 
 def _place_text(placements: list[Placement]) -> str:
