@@ -23,14 +23,22 @@ class Ahead:
 
     Args:
         rank: logical rank of the lost worker.
-        holders: logical rank of a worker that may have a copy -> function that returns a new connection to it. They are
-            tried in this order.
+        holders: logical rank of a worker that may have a copy -> address of its server. They are tried in this order.
+        connection: function that returns a new connection to the server at an address.
         own: snapshots of this process; its spare memory is used, and its slots are left alone until :meth:`take`.
         connect_s: longest time for a connection, in seconds.
     """
 
-    def __init__(self, rank: int, holders: Mapping[int, Callable[[], pull.Source]], own: PingPong, connect_s: float):
+    def __init__(
+        self,
+        rank: int,
+        holders: Mapping[int, str],
+        connection: Callable[[str], pull.Source],
+        own: PingPong,
+        connect_s: float,
+    ):
         self._rank, self._holders, self._own, self._connect_s = rank, holders, own, connect_s
+        self._connection = connection
         self._lock = threading.Lock()
         self._holder, self._step = -1, -1
         self._source: pull.Source | None = None
@@ -74,8 +82,8 @@ class Ahead:
             source.cut("the copy is not needed")
 
     def _fetch(self) -> None:
-        for holder, connect in self._holders.items():
-            source = connect()
+        for holder, address in self._holders.items():
+            source = self._connection(address)
             with self._lock:
                 if self._is_cut:
                     return

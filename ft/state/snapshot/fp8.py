@@ -19,10 +19,8 @@ import torch
 from megatron.core import fp8_utils
 
 BLOB = "fp8"
-_MANAGER, _MODULES = (
-    "FP8GlobalStateManager",
-    ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"),
-)
+_MANAGER = "FP8GlobalStateManager"
+_MODULES = "transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"
 _PLACE = "buffer_index_and_autocast_key"
 _DIRECTIONS, _HELD = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
 _LISTS = ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer")
@@ -81,7 +79,7 @@ class DelayedScaling:
                 at += tensor.numel()
 
     def abandon_step(self) -> None:
-        """Drop what an interrupted step has left behind for its backward pass."""
+        """Leave the fp8 context of an interrupted step, and drop the scales that it kept to recompute its layers."""
         manager = _manager()
         if manager is None:
             return

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from ft.base.errors import EpochClosed, FallbackError, RecoverableError
-from ft.job.messages import Holdings, Source
+from ft.job.parts import Holdings, Source
 from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
 from ft.state.snapshot.buffers import Part, Slot

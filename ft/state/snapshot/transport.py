@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ft.base.errors import FallbackError
-from ft.job.messages import Holdings
+from ft.job.parts import Holdings
 from ft.net.framed import FramedChannel, Mark
 from ft.net.streams import Network, TcpNetwork
 from ft.state.layout import Memory, Table
@@ -267,7 +267,7 @@ class SnapshotServer(Holder):
         whom = f"logical rank {holder} at {address}"
         for attempt in range(_FETCH_TRIES):
             time.sleep(0.05 * attempt)
-            source = pull.Source(self._network, address, self._token, self._patience)
+            source = self._connection(address)
             self._fetching = (epoch, source)
             try:
                 self._check_open(epoch)
@@ -296,12 +296,8 @@ class SnapshotServer(Holder):
             epoch: epoch in which it does; the end of this epoch ends the fetch.
             holders: logical rank of a worker that may have the copy -> address of its server.
         """
-
-        def to(address: str) -> Callable[[], pull.Source]:
-            return lambda: pull.Source(self._network, address, self._token, self._patience)
-
-        connections = {holder: to(address) for holder, address in holders.items()}
-        self._ahead = epoch, Ahead(rank, connections, self.stock.own, min(CONNECT_S, self._patience))
+        connect_s = min(CONNECT_S, self._patience)
+        self._ahead = epoch, Ahead(rank, holders, self._connection, self.stock.own, connect_s)
 
     def take_ahead(self, tables: Mapping[str, Table], step: int, holder: int) -> tuple[Slot, int] | None:
         """End :meth:`fetch_ahead`, and return what it has fetched: see :meth:`ft.state.snapshot.ahead.Ahead.take`."""
@@ -381,6 +377,9 @@ class SnapshotServer(Holder):
             arrival.__exit__()
             raise
         return arrival
+
+    def _connection(self, address: str) -> pull.Source:
+        return pull.Source(self._network, address, self._token, self._patience)
 
     def _known_table(self, owner: int, encoded: bytes) -> Table:
         newest = self.stock.copies(owner).find()

@@ -75,10 +75,11 @@ class Source:
         If the source can, it keeps its state for this connection from then on. ``section`` is that of the state to
         receive, if the source has several.
         """
-        _, theirs, envelope = self.offer(wanted, section)
-        if theirs.encoded != table.encoded:
-            raise Bad(f"has other tensors than this rank: {theirs.difference(table)}")
-        return envelope
+        with self._failures():
+            theirs, envelope = self._ask(wanted, section)
+            if theirs != table.encoded:
+                raise Bad(f"has other tensors than this rank: {Table.decode(theirs).difference(table)}")
+            return envelope
 
     def offer(self, wanted: Mark, section: str = "") -> tuple[Mark, Table, bytes]:
         """Do what :meth:`state` does, and return which state the source holds, its layout and its envelope.
@@ -86,12 +87,17 @@ class Source:
         In ``wanted``, -1 stands for whichever the source holds: of a step, its newest.
         """
         with self._failures():
-            answer = self._when_held(ASK, wanted, section)
-            theirs, envelope = answer.bodies
-            if not all(asked in (-1, given) for asked, given in zip(wanted, answer.mark, strict=True)):
-                raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted}")
-            self._mark = answer.mark
-            return answer.mark, Table.decode(theirs), _sound(answer, envelope)
+            table, envelope = self._ask(wanted, section)
+            return self._mark, Table.decode(table), envelope
+
+    def _ask(self, wanted: Mark, section: str) -> tuple[bytes, bytes]:
+        """Return the encoded layout of the wanted state, and its envelope; note which state it is."""
+        answer = self._when_held(ASK, wanted, section)
+        table, envelope = answer.bodies
+        if not all(asked in (-1, given) for asked, given in zip(wanted, answer.mark, strict=True)):
+            raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted}")
+        self._mark = answer.mark
+        return table, _sound(answer, envelope)
 
     def envelope(self, wanted: Mark) -> bytes:
         """Return the envelope alone."""
