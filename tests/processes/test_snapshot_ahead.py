@@ -7,7 +7,7 @@ import pytest
 from snapshot_crew import set_to, state
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Source
+from ft.job.parts import Source
 from ft.state.snapshot import Snapshots, SnapshotServer
 from ft.state.snapshot.buffers import Spare
 from ft.state.transfer import pull

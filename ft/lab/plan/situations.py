@@ -14,7 +14,7 @@ from ft.base.scenario import Key, Keys
 from ft.job.control import repairs
 from ft.job.control.recovery import MIDDLE, PLUS, HostMemory, Others, Restarts, Seats, Situation, Stages
 from ft.job.control.state import GridPosition
-from ft.job.messages import Holdings
+from ft.job.parts import Holdings
 
 HOT_SWAP, CHECKFREE, CHECKFREE_PLUS = "hot-swap", "checkfree", "checkfree-plus"
 PROTECTIONS = (HOT_SWAP, CHECKFREE, CHECKFREE_PLUS)
