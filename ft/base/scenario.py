@@ -37,7 +37,7 @@ class Key:
 
     @property
     def said(self) -> str:
-        """Return the help with the default and its origin."""
+        """Return the text of ``--help`` for this key: what it is, its default, and where the default is from."""
         if self.default in (None, ()):
             return self.help
         return f"{self.help} (default: {shown(self.default, self)}, {self.origin})"

@@ -56,7 +56,7 @@ class Printed:
 
 
 class Planned(NamedTuple):
-    """The plan of a layout, and the share of the time for which stages are idle without it."""
+    """The plan of a layout, and the share of an iteration without DMR for which a stage is idle on average."""
 
     layout: Layout
     idle: float

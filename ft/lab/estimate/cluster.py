@@ -77,7 +77,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that process one token."""
+        """Return the number of parameters that one token uses: all but those of experts not chosen for it."""
         if self.experts is None:
             return self.parameters
         asleep = (self.experts.count - self.experts.active) * self._mlp(self.ffn)

@@ -147,7 +147,7 @@ def shares(model: Model, layout: Layout, cluster: Cluster) -> Shares:
 
 
 def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, share: float) -> Cluster:
-    """Return the cluster with the slowdown of transfers at which ``target`` equals ``share``.
+    """Return the cluster with its transfers slowed down by the factor at which the model predicts the measured share.
 
     Args:
         target: "naive_overhead" or "idle".
