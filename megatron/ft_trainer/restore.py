@@ -1,6 +1,5 @@
 """Loads a trained model for inference in one process, with the options stored in its checkpoint."""
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +35,10 @@ def load_for_inference(folder: Path) -> Trained:
     """Load the newest checkpoint in ``folder``, of either trainer, as one whole model, in a world of one rank.
 
     Raises:
-        UserError: there is no checkpoint, or to read it could execute code.
+        UserError: there is no checkpoint, or none of the reference trainer's that passes verification, or to read it
+            could execute code.
     """
-    checkpoint = newest(folder)
+    checkpoint = newest_of_nvidias(folder) or newest_sound(folder)
     with types_checked(checkpoint):
         FileSystemReader(checkpoint).read_metadata()  # core's reader hides what is wrong with it
         options = options_in(checkpoint)
@@ -55,17 +55,30 @@ def load_for_inference(folder: Path) -> Trained:
     return Trained(chunk, tokenizer, options)
 
 
-def newest(folder: Path) -> Path:
-    """Return the checkpoint that the tracker file in ``folder`` names, which both trainers write.
+def newest_of_nvidias(folder: Path) -> Path | None:
+    """Return the checkpoint that the tracker file of NVIDIA's trainer names; None if it is one of this trainer."""
+    try:
+        newest = folder / f"iter_{int((folder / inventory.TRACKER).read_text()):07d}"
+    except (OSError, ValueError):
+        return None
+    return newest if newest.is_dir() and not (newest / inventory.MANIFEST).exists() else None
+
+
+def newest_sound(folder: Path) -> Path:
+    """Return the newest checkpoint of the reference trainer whose files are as their manifest says.
 
     Raises:
         UserError: there is none.
     """
-    with contextlib.suppress(OSError, ValueError):
-        found = folder / inventory.checkpoint_name(int(inventory.tracked_step(folder) or ""))
-        if found.is_dir():
-            return found
-    raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
+    wrong = []
+    for entry in inventory.newest_first(inventory.scan(folder)) if folder.is_dir() else ():
+        checkpoint = folder / entry.name
+        found = inventory.problems(checkpoint, inventory.read_manifest(checkpoint).files)
+        if not found:
+            return checkpoint
+        wrong += found
+    problem = "".join([f"{folder} holds no complete checkpoint", *(f"\n    {line}" for line in wrong)])
+    raise UserError(problem, "give a --save folder of pretrain_gpt.py")
 
 
 def options_in(checkpoint: Path) -> Options:

@@ -161,7 +161,6 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
         count = steps * options.training.global_batch_size // (replicas * block)
         rank = parallel_state.get_data_parallel_rank()
         found[replica, rank] = [next(train[0])["tokens"] for _ in range(count)]
-        train[0].close()
     return found
 
 

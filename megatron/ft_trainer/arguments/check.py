@@ -1,15 +1,15 @@
 """Check the command-line flags for combinations that cannot work, before any process group is created.
 
 Each ``_check_*`` is a pure function of the options and the parallel layout that yields (problem, fix) pairs; a problem
-names the numbers that do not fit together. What megatron-core's configurations check themselves (heads, layers, experts
-and their split over ranks, recomputation, number formats) is not checked here: ``model.transformer_config`` reports it.
+names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
+reported by ``model.transformer_config``.
 """
 
 from collections.abc import Iterator
 
 from ft.base.errors import Problem, UserError
 from ft.protection.table import problems as problems_of_protections
-from megatron.ft_trainer.arguments.layout import Layout, layout
+from megatron.ft_trainer.arguments.layout import Layout, expanded, layout
 from megatron.ft_trainer.arguments.needs import GPU, TE, is_installed, needs, unmet
 
 REQUIRED = {
@@ -66,7 +66,11 @@ def examine(
         return None, found + [problem for one in without_shapes for problem in one(options, None)]
     grid = layout(options.core, options.core.num_layers, world_size)
     _fill_defaults(options, grid)
-    found = [problem for one in (_check_model, _check_batch, *without_shapes) for problem in one(options, grid)]
+    checks = (
+        *(_check_model, _check_pipeline, _check_moe, _check_batch),
+        *without_shapes,
+    )
+    found = [problem for one in checks for problem in one(options, grid)]
     found += problems_of_protections(options, grid, replicas, {})
     if replicas and options.logging.metrics_file is not None:
         problem = "--metrics-file does not go with replicas: all of them would write to this one file"
@@ -146,6 +150,19 @@ def _unsplit(count: int, parts: int, what: str, where: str, unit: str = "") -> I
 
 def _check_model(options, grid: Layout) -> Iterator[Problem]:
     m, seq = options.core, options.data.seq_length
+    heads, groups = m.num_attention_heads, m.num_query_groups
+    yield from _unsplit(heads, grid.tp, f"{heads} attention heads", f"TP {grid.tp}", " heads")
+    if m.kv_channels == 0:
+        yield f"{heads} heads for a hidden size of {m.hidden_size}", f"use at most {m.hidden_size} heads"
+    if m.multi_latent_attention:
+        pass
+    elif m.group_query_attention:
+        if heads % groups:
+            yield f"{heads} heads cannot share {groups} query groups evenly", f"use a divisor of {heads} groups"
+        yield from _unsplit(groups, grid.tp, f"{groups} query groups", f"TP {grid.tp}", " groups")
+    elif groups not in (None, 1):
+        yield f"--num-query-groups {groups} without --group-query-attention", "add --group-query-attention"
+    yield from _unsplit(m.ffn_hidden_size, grid.tp, f"--ffn-hidden-size {m.ffn_hidden_size}", f"TP {grid.tp}")
     if m.max_position_embeddings < seq:
         yield (
             f"--max-position-embeddings {m.max_position_embeddings} is shorter than --seq-length {seq}",
@@ -155,16 +172,79 @@ def _check_model(options, grid: Layout) -> Iterator[Problem]:
         yield from _unsplit(seq, grid.tp, f"--seq-length {seq}", f"TP {grid.tp}")
     if grid.cp > 1:
         yield from _unsplit(seq, 2 * grid.cp, f"--seq-length {seq}", f"2 x CP {grid.cp}")
-    if grid.pp == 1 and (m.num_layers_per_virtual_pipeline_stage or m.num_virtual_stages_per_pipeline_rank):
-        yield "the interleaved schedule needs pipeline stages", "add --pipeline-model-parallel-size 2 or more"
-    if grid.vpp and not m.overlap_p2p_comm and grid.pp < 3:
+    if m.position_embedding_type == "rope" and (m.kv_channels or 0) % 2:
+        yield f"rotary embeddings need an even head width, this is {m.kv_channels}", "set --kv-channels"
+
+
+def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
+    p, layers = options.core, options.core.num_layers
+    if grid.pp == 1:
+        if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
+            yield "the interleaved schedule needs pipeline stages", "add --pipeline-model-parallel-size 2 or more"
+        return
+    chunks = grid.vpp or 1
+    if p.pipeline_model_parallel_layout:
+        yield from _check_given_stages(options, grid)
+        return
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    rest = layers - (first or 0) - (last or 0)
+    stages = grid.pp - (first is not None) - (last is not None)
+    extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    per_chunk = p.num_layers_per_virtual_pipeline_stage
+    if rest < 0 or (stages == 0 and rest):
+        yield (
+            f"{first} layers on the first and {last} on the last of {grid.pp} stages do not make {layers}",
+            "change --decoder-first-pipeline-num-layers / --decoder-last-pipeline-num-layers",
+        )
+    elif stages and (rest + extra) % (stages * chunks):
+        yield (
+            f"{rest + extra} layers cannot be split over {stages} pipeline stages x {chunks} model chunks",
+            f"use a multiple of {stages * chunks} layers, or --decoder-first/last-pipeline-num-layers",
+        )
+    elif per_chunk and (layers + extra) // grid.pp % per_chunk:
+        yield (
+            f"{(layers + extra) // grid.pp} layers per stage cannot be cut into chunks of {per_chunk}",
+            "change --num-layers-per-virtual-pipeline-stage",
+        )
+    if grid.vpp and not p.overlap_p2p_comm and grid.pp < 3:
         yield "the interleaved schedule without overlapped communication needs 3 stages", "use PP 3 or more"
-    if m.num_experts and grid.tp > 1 and not m.sequence_parallel:
+
+
+def _check_given_stages(options, grid: Layout) -> Iterator[Problem]:
+    stages = expanded(options.core.pipeline_model_parallel_layout)
+    if len(stages) % grid.pp:
+        yield (
+            f"--pipeline-model-parallel-layout has {len(stages)} stages for PP {grid.pp}",
+            f"give a multiple of {grid.pp} stages",
+        )
+    layers = "".join(stages).count("t")
+    if layers != options.core.num_layers:
+        yield (
+            f"--pipeline-model-parallel-layout has {layers} layers, the model {options.core.num_layers}",
+            "make them equal",
+        )
+
+
+def _check_moe(options, grid: Layout) -> Iterator[Problem]:
+    moe = options.core
+    if not moe.num_experts:
+        return
+    width = moe.moe_ffn_hidden_size
+    yield from _unsplit(moe.num_experts, grid.ep, f"{moe.num_experts} experts", f"EP {grid.ep}", " experts")
+    yield from _unsplit(width, grid.etp, f"--moe-ffn-hidden-size {width}", f"expert-TP {grid.etp}")
+    if grid.tp > 1 and not options.core.sequence_parallel:
         yield "experts with tensor parallelism train only with sequence parallelism", "add --sequence-parallel"
-    if m.num_experts and m.add_bias_linear and m.moe_shared_expert_intermediate_size:
+    if isinstance(moe.moe_layer_freq, list) and len(moe.moe_layer_freq) != options.core.num_layers:
+        yield (
+            f"--moe-layer-freq describes {len(moe.moe_layer_freq)} layers, the model has {options.core.num_layers}",
+            "make them equal",
+        )
+    if options.core.add_bias_linear and moe.moe_shared_expert_intermediate_size:
         yield "megatron-core's shared experts have no biases", "add --disable-bias-linear"
-    elif m.num_experts and m.add_bias_linear and grid.etp == grid.ep == 1 and not m.moe_grouped_gemm:
+    elif options.core.add_bias_linear and grid.etp == grid.ep == 1 and not moe.moe_grouped_gemm:
         yield "megatron-core cannot add the biases of experts that no rank shares", "add --disable-bias-linear"
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs a capacity", "add --moe-expert-capacity-factor 1.0"
 
 
 def _check_batch(options, grid: Layout) -> Iterator[Problem]:

@@ -249,7 +249,7 @@ _OF_THE_LAYOUT = frozenset(
 
 
 def _complete(o: Any) -> Iterator[Problem]:
-    """Fill in the values that follow from other flags, and yield the contradictions that megatron-core does not see."""
+    """Fill in the values that follow from other flags, and yield the contradictions between values."""
     if o.recompute_activations:
         o.recompute_granularity = "selective"
     if o.num_experts == 0:
@@ -262,6 +262,7 @@ def _complete(o: Any) -> Iterator[Problem]:
         o.accumulate_allreduce_grads_in_fp32 = True
     yield from _impossible_numbers(o)
     yield from _contradictions(o)
+    yield from _wants(o)
     if o.ffn_hidden_size is None and o.hidden_size:
         gated = int(4 * o.hidden_size * 2 / 3 / 64) * 64
         o.ffn_hidden_size = max(gated, 64) if o.swiglu else 4 * o.hidden_size
@@ -299,12 +300,35 @@ def _contradictions(o: Any) -> Iterator[Problem]:
     given = [f"--{n.replace('_', '-')}" for n in ("swiglu", "squared_relu", "quick_geglu") if getattr(o, n)]
     if len(given) > 1:
         yield f"{' and '.join(given)} are all activations", "give one of them"
+    if o.fp16 and o.bf16:
+        yield "--fp16 and --bf16 were both given", "give one of them"
+    if o.ddp_bucket_size and o.ddp_num_buckets:
+        yield "--ddp-bucket-size and --ddp-num-buckets say the same thing", "give one of them"
     if o.deterministic_mode and o.cross_entropy_loss_fusion:
         yield "--deterministic-mode and --cross-entropy-loss-fusion exclude each other", "drop one of them"
     splits = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     given = [f"--{n.replace('_', '-')}" for n in (*splits, "pipeline_model_parallel_layout") if getattr(o, n)]
     if len(given) > 1:
         yield f"{' and '.join(given)} say the same thing", "give one of them"
+    if o.multi_latent_attention and o.group_query_attention:
+        yield "--multi-latent-attention and --group-query-attention exclude each other", "drop one of them"
+    if o.recompute_granularity != "full" and o.recompute_method:
+        problem = f"--recompute-method {o.recompute_method} has no meaning without full recomputation"
+        yield problem, "add --recompute-granularity full"
+    if o.recompute_modules and o.recompute_granularity != "selective":
+        yield (
+            "--recompute-modules has no meaning without selective recomputation",
+            "add --recompute-granularity selective",
+        )
+
+
+def _wants(o: Any) -> Iterator[Problem]:
+    """Yield a problem for each given flag that requires another flag which is not given."""
+    if o.recompute_granularity == "full" and not (o.recompute_method and o.recompute_num_layers):
+        yield (
+            "--recompute-granularity full needs to know which layers",
+            "add --recompute-method uniform --recompute-num-layers 1",
+        )
     shards = o.use_distributed_optimizer and o.overlap_grad_reduce
     if o.overlap_param_gather and not (shards or o.use_megatron_fsdp):
         yield (

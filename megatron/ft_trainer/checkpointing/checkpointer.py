@@ -205,7 +205,7 @@ class Checkpointer:
             serial=0,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             layout=dict(self._layout),
-            versions={"megatron-core": version("megatron-core"), "torch": torch.__version__},
+            versions={"megatron-core": version("megatron-core"), "torch": str(torch.__version__)},
             optimizer=kind,
             rng_grid=rng.grid()[0],
             run=dict(self._run),
