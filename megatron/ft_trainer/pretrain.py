@@ -43,7 +43,7 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     """
     started = time.monotonic()
     protections = protections or Protections()
-    init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
+    init_model_parallel(options.core, layout)
     job = assemble(options, layout, started, protections)
     trainer = JobTrainer(job)
     job.protection = protections.stack(trainer)
@@ -79,7 +79,6 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         layout,
         vocab_size,
         initialize=protections.draws_weights,
-        ends=protections.ends(),
         verified=protections.intercepts_operators,
     )
     if not is_given_state:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from ft.base import events
 from ft.base.errors import UserError
+from ft.state.snapshot import optimizers
 from megatron.core import parallel_state
 from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
-from megatron.ft_trainer.checkpointing import commit, content, inventory, optimizer_state, rng, save
+from megatron.ft_trainer.checkpointing import commit, content, inventory, rng, save
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.inventory import Manifest, bytes_in_words
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
@@ -93,7 +94,7 @@ class Checkpointer:
                 optimizer,
                 scheduler,
                 kind=kind,
-                optimizer_steps=max(share(0 if kind is None else optimizer_state.steps(optimizer), self._group)),
+                optimizer_steps=max(share(0 if kind is None else optimizers.steps(optimizer), self._group)),
                 run=self._run,
                 layout=self._layout,
             ),
