@@ -1,14 +1,18 @@
-"""NVIDIA's trainer goes on from checkpoints of this one: losses and gradient norms are as without a change.
+"""NVIDIA's trainer goes on from checkpoints of this one, and its own are compared by ``ft diagnose compare``.
 
 The checkouts are found by ``megatron_lm_trees``; without them the tests are skipped.
 """
 
+import json
 import shutil
 
 import megatron_lm_trees as checkouts
 import numpy
 import pytest
-from checkpoint_flips import poison
+from checkpoint_flips import flip, places, poison
+
+from ft import cli
+from ft.observe.diagnose import stored
 
 FLAGS = (
     f"{checkouts.BASE} --num-layers 4 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer --mock-data "
@@ -76,3 +80,31 @@ def test_nvidias_trainer_executes_nothing_of_a_checkpoint_from_elsewhere(tmp_pat
         done = checkouts.protected(script, f"{flags} --load {hostile}", run, "--max-restarts 0")
         assert done.returncode != 0 and "UnpicklingError" in done.stdout, done.stdout[-5000:]
         assert not marker.exists()
+
+
+def compared(capsys, *folders) -> dict:
+    capsys.readouterr()
+    cli.main(["diagnose", "compare", *map(str, folders), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("release", ["0.16", pytest.param("installed", marks=pytest.mark.newest)])
+def test_checkpoints_of_nvidias_trainer_are_compared(tmp_path, capsys, release):
+    """Without --deterministic-mode the padding in the optimizer's shards is what was in memory."""
+    flags = f"{FLAGS} {STAGES} --save-interval 2"
+    a, b, c = (tmp_path / name for name in "abc")
+    for folder in (a, b):
+        done = checkouts.protected(
+            checkouts.script_of(release), f"{flags} --save {folder}", tmp_path / f"{folder.name}-run"
+        )
+        assert done.returncode == 0, done.stdout[-5000:]
+    shutil.copytree(a, c)
+    found = compared(capsys, a, b, c)
+    assert found["equal"] and found["steps"] == [2, 4]
+    checkpoint = b / "iter_0000004"
+    unset = stored.padding(stored.read(checkpoint))
+    shards = sorted(key for key in places(checkpoint) if key[0].endswith(".exp_avg") and "bucket_idx" in key[0])
+    rank = flip(checkpoint, *next(key for key in shards if key not in unset), element=0, bit=20)
+    found = compared(capsys, a, b, c)
+    assert found["first_different_step"] == 4 and found["outliers"] == [str(b)]
+    assert found["suspects"] == {str(b): [rank]} and len(found["differences"]) == 1

@@ -34,7 +34,8 @@ def put(checkpoint: Path, name: str, offsets: tuple, value) -> int:
     data = bytearray((checkpoint / file).read_bytes())
     data[start : start + length] = made.getvalue()
     (checkpoint / file).write_bytes(data)
-    resign(checkpoint)
+    if (checkpoint / inventory.MANIFEST).exists():
+        resign(checkpoint)
     return int(file.split("_")[2])
 
 

@@ -28,9 +28,9 @@ run is the outlier (FT-HSDP, section 2.2: the same training on several hosts fin
 _COMPARE_CODES = """\
 exit code: 0 all steps are equal, 1 they differ, 2 the runs cannot be compared
 
-With --save-interval 1 the faulty step is known exactly; a step or two later everything differs. With the distributed
-optimizer, --no-dist-ckpt-optim-fully-reshardable stores the shard of every rank separately, so that its rank is
-known."""
+With --save-interval 1 the faulty step is known exactly; a step or two later everything differs. NVIDIA's trainer
+stores each rank's shard of the distributed optimizer separately, so that its rank is known; the reference trainer does
+with --no-dist-ckpt-optim-fully-reshardable."""
 
 _SHOWN = 20
 _RUN_DIR = "folder that was given to ft run as --run-dir"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ft.observe.diagnose.stored import COMMON, Piece, SavedRun, Stored, check_alike, common_steps, notes, read
+from ft.observe.diagnose.stored import COMMON, Piece, SavedRun, Stored, check_alike, common_steps, notes, padding, read
 from ft.show.text import count, table
 from ft.systems.dmr.digest.definition import integers
 from megatron.core.parallel_state import RankGenerator
@@ -248,7 +248,10 @@ def _shards(stored: Sequence[Stored]) -> Iterator[DifferingPiece]:
     records = [each.manifest.files for each in stored]
     same = {name for name in records[0] if all(r.get(name) == records[0][name] for r in records)}
     checked: set[tuple[int, str]] = set()
+    unset = padding(stored[0])
     for key, piece in stored[0].pieces.items():
+        if key in unset:
+            continue
         mine = [each.pieces[key] for each in stored]
         if piece.file in same and all((p.file, p.start) == (piece.file, piece.start) for p in mine):
             continue
@@ -622,8 +625,9 @@ def _where(found: Comparison) -> list[str]:
         )
     if found.stored[0].manifest.optimizer == _GATHERED and found.stored[0].manifest.layout.get("dp", 1) > 1:
         lines.append(
-            "The optimizer states were gathered over data-parallel ranks for the checkpoint. With "
-            "--no-dist-ckpt-optim-fully-reshardable, the rank of each state is known."
+            "The optimizer states were gathered over data-parallel ranks for the checkpoint. Without "
+            "--dist-ckpt-optim-fully-reshardable (reference trainer: with --no-dist-ckpt-optim-fully-reshardable), the "
+            "rank of each state is known."
         )
     if len(found.steps) > 1 and found.steps[-1] > found.steps[-2] + 1:
         lines.append(

@@ -8,6 +8,7 @@ import contextlib
 import io
 import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +19,23 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ft.base.errors import UserError
+from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.content import SIZES
 from megatron.ft_trainer.checkpointing.inventory import Manifest, ManifestError
 from megatron.patches.stored_types import read_metadata, reason
 
 COMMON = "common.pt"
 """The file with the part that is the same on all ranks; rank 0 writes it."""
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""The object that has this part instead in checkpoints of megatron-core 0.19 and later."""
 
 _METADATA = ".metadata"
+_SHARDS = re.compile(r"optimizer(?:\.\d+)?\.distributed\..+\.bucket_idx_\d+\.[^.]+")
+_ALIGNMENT = 64
+"""megatron-core begins each parameter at a multiple of this number of elements in a bucket of gradients."""
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
-_OTHER_VERSION = "compare with the versions that the manifest names"
+_OTHER_VERSION = "compare with the versions of megatron-core and torch that saved it"
 _RESTORE = "restore an undamaged copy of this checkpoint, or select other steps with --step"
 
 _ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
@@ -79,12 +87,14 @@ class Stored:
     """One checkpoint on disk.
 
     Attributes:
-        pieces: key (see ``Piece.key``) -> piece.
+        pieces: key (see ``Piece.key``) -> piece, of all but the part that is the same on all ranks.
+        of_all: the piece with that part; None if it has a file of its own.
     """
 
     path: Path
     manifest: Manifest
     pieces: dict[tuple, Piece] = field(repr=False)
+    of_all: Piece | None = None
 
     def whole(self, piece: Piece) -> Any:
         """Read a whole tensor or object.
@@ -103,6 +113,9 @@ class Stored:
         Raises:
             UserError: as for ``whole``.
         """
+        if self.of_all is not None:
+            found: dict[str, Any] = self.whole(self.of_all)[0]
+            return found
         with _named(self.path / COMMON), open(self.path / COMMON, "rb") as stream:
             return _decoded(self, COMMON, COMMON, stream)
 
@@ -125,15 +138,10 @@ def read(path: Path) -> Stored:
     Raises:
         UserError: it is incomplete, a file is missing or has another size, or one of its small files is damaged.
     """
-    if path.is_dir() and not (path / inventory.MANIFEST).exists():
-        raise UserError(
-            f"{path} has no {inventory.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, "
-            "damage on disk cannot be told from a fault in training",
-            "restore the manifest, or compare checkpoints of the reference trainer (--reference-trainer)",
-        )
     with _named(path):
         try:
-            manifest = inventory.read_manifest(path)
+            has_none = path.is_dir() and not (path / inventory.MANIFEST).exists()
+            manifest = _described(path) if has_none else inventory.read_manifest(path)
         except ManifestError as error:
             raise UserError(f"{path} is not a complete checkpoint: {inventory.MANIFEST}: {error}", _RESTORE) from error
     for name, record in manifest.files.items():
@@ -143,17 +151,53 @@ def read(path: Path) -> Stored:
             raise UserError(f"{path / name} has {size} bytes instead of {record.bytes}", _RESTORE)
     stored = Stored(path, manifest, {})
     for name in (_METADATA, COMMON):
-        if name not in manifest.files:
+        if name in manifest.files:
+            stored.check(name)
+        elif name == _METADATA or not has_none:
             raise UserError(f"{path} has no {name}", _RESTORE)
-        stored.check(name)
+    found = _read_pieces(path)
+    stored.of_all = found.pop((_COMMON_OBJECT, None), None)
+    stored.pieces |= found
+    return stored
+
+
+def _read_pieces(path: Path) -> dict[tuple, Piece]:
     try:
         with open(path / _METADATA, "rb") as stream:
-            stored.pieces |= {piece.key: piece for piece in _pieces(read_metadata(stream))}
+            return {piece.key: piece for piece in _pieces(read_metadata(stream))}
     except Exception as error:  # damaged bytes raise errors of any kind
         raise UserError(
             f"{path / _METADATA} does not have the format of the installed torch: {error}", _OTHER_VERSION
         ) from error
-    return stored
+
+
+def _described(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint that has none, as NVIDIA's trainer saves it, made from its arguments.
+
+    The checksums are those of the files as they are. Damage on disk is found by the checksums that torch has stored
+    beside each tensor.
+    """
+    of_all = _read_pieces(path).get((_COMMON_OBJECT, None)) if (path / _METADATA).exists() else None
+    if of_all is None and not (path / COMMON).exists():
+        problem = f"{path} has neither {COMMON} nor an object common_state: it is not complete, or not of torch_dist"
+        raise UserError(problem, "select other steps with --step, or save with --ckpt-format torch_dist")
+    files = {file.name: inventory.checksum(file) for file in path.iterdir() if file.is_file()}
+    common = Stored(path, Manifest(0, 0, "", {}, {}, None, None, {}, files), {}, of_all).common()
+    if not isinstance(common.get("args"), argparse.Namespace) or "iteration" not in common:
+        problem = f"{path} has neither a {inventory.MANIFEST} nor the arguments of a run, as a trainer saves them"
+        raise UserError(problem, "compare checkpoints that one of the two trainers has saved")
+    args, content = vars(common["args"]), common.get("content_metadata", {})
+    return Manifest(
+        step=common["iteration"],
+        serial=0,
+        saved_at="",
+        layout={short: args.get(name) for short, name in SIZES.items()},
+        versions={},
+        optimizer=content.get("distrib_optim_sharding_type", "replicated"),
+        rng_grid=None,
+        run={"model": {name: args.get(name) for name in (*OF_THE_MODEL, "vocab_size")}, "options": {"core": args}},
+        files=files,
+    )
 
 
 def _pieces(metadata: Metadata) -> list[Piece]:
@@ -173,11 +217,31 @@ def _pieces(metadata: Metadata) -> list[Piece]:
     return sorted(found, key=lambda piece: (piece.rank, piece.file, piece.start))
 
 
+def padding(stored: Stored) -> set[tuple]:
+    """Return the keys of pieces that are padding between the parameters in the optimizer's shards.
+
+    Core saves it from memory that nothing has set. A parameter's part of a shard begins at a multiple of ``_ALIGNMENT``
+    or where the rank's shard begins. What begins elsewhere is padding. Padding at the beginning of a shard cannot be
+    told from a parameter, and with several instances of the optimizer a rank may save another one's shard.
+    """
+    if (stored.manifest.run.get("options", {}).get("core", {}).get("num_distributed_optimizer_instances") or 1) > 1:
+        return set()
+    shards = [(p, p.offsets[0]) for p in stored.pieces.values() if p.offsets and _SHARDS.fullmatch(p.name)]
+    begins: dict[tuple[str, int], int] = {}
+    for piece, start in shards:
+        begins[piece.name, piece.rank] = min(start, begins.get((piece.name, piece.rank), start))
+    return {p.key for p, start in shards if start % _ALIGNMENT and start != begins[p.name, p.rank]}
+
+
 def _decoded(stored: Stored, file: str, name: str, stream: Any) -> Any:
     try:
+        if zipfile.is_zipfile(stream) and (damaged := zipfile.ZipFile(stream).testzip()):
+            place = f"{stored.path / file}: {name}"
+            raise UserError(f"{place} was damaged on disk ({damaged}), which says nothing about the training", _RESTORE)
+        stream.seek(0)
         with torch.serialization.safe_globals(_ALLOWED):
             return torch.load(stream, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         stored.check(file)
         raise UserError(f"{stored.path / file}: {name} cannot be read: {reason(error)}", _OTHER_VERSION) from error
 
@@ -198,6 +262,8 @@ groups.
 _NO_MATTER = {
     *("data_cache_path", "num_workers", "mmap_bin_files", "num_dataset_builder_threads", "local_rank"),
     *("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "distributed_timeout_minutes"),
+    *("save", "save_interval", "load", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"),
+    "ft_extra",
 }
 
 
@@ -282,6 +348,9 @@ def check_alike(runs: Sequence[SavedRun], stored: Sequence[Stored]) -> None:
     for run, each in zip(runs[1:], stored[1:], strict=True):
         other = each.manifest
         pair = f"{runs[0].name} and {run.name}"
+        if bool(first.serial) != bool(other.serial):  # what the two store beside the tensors differs in every case
+            problem = f"{pair} are of different trainers: one has no {inventory.MANIFEST}, as NVIDIA's trainer saves"
+            raise UserError(problem, "compare runs of the same trainer, or restore the manifest")
         if lines := _differences(first.run.get("model", {}), other.run.get("model", {})):
             raise UserError(f"{pair} are of different models:{lines}", "compare runs with the same flags")
         if lines := _differences(first.layout, other.layout):

@@ -16,12 +16,13 @@ from megatron.patches import stored_types
 # Megatron-LM's version number for the layout of weights inside a layer.
 _WEIGHT_LAYOUT = 3.0
 _CONTENT = "content_metadata"
-_SIZES = {
+SIZES = {
     "world_size": "world_size",
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "dp": "data_parallel_size",
 }
 """Size in a manifest's layout -> its name in the ``args`` of a checkpoint."""
@@ -194,7 +195,7 @@ def _megatron_args(state: TrainState, run: Mapping, layout: Mapping, kind: str |
         "no_save_optim": kind is None,
         "no_save_rng": False,
     }
-    flat |= {theirs: layout[ours] for ours, theirs in _SIZES.items() if ours in layout}
+    flat |= {theirs: layout[ours] for ours, theirs in SIZES.items() if ours in layout}
     return _plain(flat)
 
 
