@@ -112,15 +112,6 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     assert "no folder" in capsys.readouterr().out
 
 
-def test_a_torn_loader_state_is_named(tmp_path, capsys):
-    run = small(tmp_path)
-    run.finish()
-    (tmp_path / "loader_state").write_text('{"format": "megatron-ft loa')
-    said, _ = report(tmp_path, capsys)
-    assert f"{tmp_path / 'loader_state'}" in said
-    assert "torn" in said
-
-
 def test_status_of_a_run_under_way(tmp_path, capsys):
     run = small(tmp_path)
     run.dies(2)
