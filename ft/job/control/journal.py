@@ -1,8 +1,8 @@
 """The journal of the control plane: its input and decisions as JSON lines, from which its state can be recomputed.
 
 A report is written before any decision on it is sent. So a new control plane knows everything that the previous one has
-sent, and the agents resend all reports that were not recorded. While they cannot be written
-(a full disk, etcd without a majority) the entries wait in memory, and are lost if the control plane dies meanwhile.
+sent, and the agents resend all reports that were not recorded. While they cannot be written (a full disk, etcd without
+a majority) the entries wait in memory, and are lost if the control plane dies meanwhile.
 
 Every entry carries the leader-election term of its writer. A control plane that was paused may write one more entry
 before it notices that another one has taken over. ``recall`` ignores such an entry: its term is older, and it stands
@@ -11,9 +11,6 @@ behind the place up to which the newer control plane had read.
 A line that is damaged is skipped and counted. If the decisions behind it are not those that follow from the other
 lines, the run cannot continue from the journal. Entries with orders name the number of their first order, which shows
 whether the damaged line had orders.
-
-A life of the run begins when a control plane starts without the journal of its predecessor: at the first start, and
-when all agents restart the run from the checkpoint because that journal is lost.
 """
 
 import json
@@ -25,6 +22,7 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.base.events import Note
+from ft.job.control.arrivals import store_beat
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
 from ft.job.control.state import ControlOptions, ControlState, RecordedDecision
@@ -39,8 +37,8 @@ class Journal:
     """Appends entries to the log ``path`` in the shared state of its folder.
 
     Heartbeats are many and rarely cause a decision. So only the newest heartbeat of each agent is written, and only
-    before a decision, which may depend on it. This suffices for ``recall``, because a heartbeat replaces the one before
-    it.
+    before a decision, which may depend on it. This suffices for ``recall``, because a heartbeat without a decision only
+    replaces the one before it.
 
     Args:
         path: folder of the run, and name of the log.
@@ -140,8 +138,12 @@ def recall(path: Path) -> JournalContent:
         memory.wall = entry.get("wall", memory.wall)
         if "now" not in entry:
             continue
-        memory.now = entry["now"]
-        decisions = decide(memory.state, memory.now, entry["report"])
+        memory.now, report = entry["now"], entry["report"]
+        if isinstance(report, AgentBeat) and "decisions" not in entry:
+            # Most heartbeats are not in the journal. To one who reads it, an agent may seem silent that was not.
+            store_beat(memory.state, memory.now, report)
+            continue
+        decisions = decide(memory.state, memory.now, report)
         memory.notes = [note for decision in decisions for note in decision.events]
         made = [order for decision in decisions for order in decision.orders]
         if damaged and (entry.get("first", count), entry["orders"]) != (count, [to_values(order) for order in made]):
