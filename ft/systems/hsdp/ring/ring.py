@@ -78,10 +78,10 @@ class RingState:
 class Ring:
     """One member of a ring all-reduce whose membership can change between operations.
 
-    A background thread does all work that can take time (the jobs), in the order of the calls. :meth:`reconfigure` makes the
-    connections of a quorum, which are usable until the first failure. A member that notices a failure notifies its
-    neighbours and drops its connections, so that all members know of it within milliseconds. Every all-reduce up to the
-    next :meth:`reconfigure` then ends at once with the reason.
+    A background thread does all work that can take time (the jobs), in the order of the calls. :meth:`reconfigure`
+    makes the connections of a quorum, which are usable until the first failure. A member that notices a failure
+    notifies its neighbours and drops its connections, so that all members know of it within milliseconds. Every
+    all-reduce up to the next :meth:`reconfigure` then ends at once with the reason.
 
     Args:
         network: network that carries the connections; a string means TCP and is the host name or address at which other
