@@ -1,4 +1,4 @@
-"""How values differ, and where a rank is, against slow definitions of both."""
+"""How values differ, and where a rank is, against slow definitions of both; and the order of causes of crashes."""
 
 import math
 import random
@@ -6,9 +6,13 @@ import struct
 
 import pytest
 import torch
+from planted_crashes import SEGFAULT, USERS
 
+from ft.faults import first_cause as causes
+from ft.faults.first_cause import CrashError, first_cause
 from ft.observe.diagnose import compare
 from ft.observe.diagnose.compare import classed, coordinates, copies, of_tensors, of_values
+from ft.record import crash
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -110,3 +114,23 @@ def test_places_are_those_of_megatron_core():
 def test_a_layout_that_says_little_is_read_as_one_of_each():
     assert coordinates(3, {"world_size": 4}, False) == {"tp": 0, "cp": 0, "dp": 3, "pp": 0}
     assert copies(0, {"world_size": 2, "pp": 2}, False, expert=True) == []
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("earlier", range(len(causes.CAUSES + causes.CONSEQUENCES) - 1))
+def test_every_class_of_errors_comes_before_the_next_one_whatever_the_clocks_say(earlier):
+    first, second = (causes.CAUSES + causes.CONSEQUENCES)[earlier : earlier + 2]
+    errors = [
+        CrashError("n0.w1", "n0", 1, observed=second, told="b", when=1.0),
+        CrashError("n0.w0", "n0", 0, observed=first, told="a", when=2.0),
+    ]
+    assert first_cause(errors).cause.kind == first == first_cause(reversed(errors)).cause.kind
+
+
+def test_cut_off_logs_do_no_harm():
+    for end in range(len(USERS)):
+        crash.parse(USERS[:end])
+        crash.parse(USERS + "\nDuring handling of the above exception, another exception occurred:\n" + USERS[:end])
+        crash.parse(SEGFAULT[:end])
