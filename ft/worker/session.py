@@ -1,8 +1,7 @@
 """A worker's session in an ``ft run``: its logical rank, its process groups and its connection to the node agent.
 
-A logical rank is a position in the parallel layout, which outlives processes. The node agent, the supervisor process of
-the node, passes on the orders of the control plane. To an order ``Look``, :func:`answer_look` says what the worker is
-doing, on the thread that receives orders, so it also answers when the training thread is blocked.
+To an order ``Look``, :func:`answer_look` says what the worker is doing, on the thread that receives orders, so it also
+answers when the training thread is blocked.
 """
 
 import contextlib
@@ -147,7 +146,6 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
     A standby blocks here until it replaces a worker that died. At the end of the run, the standby exits here.
 
     Args:
-        environment: environment variables.
         settings: settings of the script, by name. They must be equal on all workers: if they differ at the start, the
             run ends; a worker that joins later with other settings gets no logical rank.
 
@@ -244,10 +242,14 @@ class Session(protocol.Member):
     def enter(self, opened: Open) -> None:
         self.admission.stop()
         self.server.stock.own.spare = self.memory.take() or self.server.stock.own.spare
+        is_new = self.rank < 0
         with self._lock:
             super().enter(opened)
             if not self.closed:
                 self._left.clear()
+        holders = opened.copies.get(self.rank, ()) if is_new else ()
+        if addresses := {rank: self.seats[rank].address for rank in holders if rank not in opened.joiners}:
+            self.server.fetch_ahead(self.rank, self.epoch, addresses)
 
     def take_device(self, select: Callable[[int], None]) -> None:
         """Select this worker's device with ``select(local rank)``.

@@ -21,6 +21,7 @@ from ft.job.control.channel import AgentChannel, ControlChannel
 from ft.job.control.journal import Journal, recall
 from ft.job.control.sidecar import parse_options
 from ft.job.control.state import RUNNING
+from ft.job.parts import Holdings, Source
 
 LIMIT_S = 30.0
 TOKEN = "the token of the test"
@@ -234,8 +235,8 @@ def test_a_whole_recovery_and_what_is_on_record_of_it(played, tmp_path):
     assert played.hear(m.Close).epoch == 0
     opened = played.hear(m.Open)
     assert opened.joiners == [1] and opened.seats[1].worker == "n0.w2" and opened.fired == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
-    assert played.hear(m.Repair).sources[1] == m.Source(0, 0)
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
+    assert played.hear(m.Repair).sources[1] == Source(0, 0)
     played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
     assert played.hear(m.Resume) == m.Resume(1, 7)
     played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))

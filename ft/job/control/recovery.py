@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from ft.job.control import repairs
 from ft.job.control.membership import place_ranks
 from ft.job.control.state import ControlState, GridPosition, Worker
-from ft.job.messages import Holdings, Neighbours, Source
+from ft.job.parts import Holdings, Neighbours, Source
 
 IN_PLACE, STANDBY, COPY, REPLICA = "in place", "standby", "copy elsewhere", "another replica"
 REORDER, CHECKFREE, CHECKPOINT, END = "reorder", "CheckFree", "checkpoint", "end"
@@ -130,8 +130,6 @@ LAST_RESORT = "what is left is the last persistent checkpoint"
 @dataclass(frozen=True)
 class HostMemory:
     """The training state in the host memory of the live workers.
-
-    A snapshot is one rank's state at a committed step; a peer copy is the copy of it that a data-parallel peer holds.
 
     Attributes:
         ranks: all logical ranks.

@@ -10,7 +10,8 @@ same step (I4).
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ft.job.messages import ELSEWHERE, GroupReport, Holdings, Repair, Source, WorkerRepaired
+from ft.job.messages import Repair, WorkerRepaired
+from ft.job.parts import ELSEWHERE, GroupReport, Holdings, Source
 
 
 def choose(
@@ -22,10 +23,7 @@ def choose(
 ) -> tuple[int | None, dict[int, Source], str]:
     """Return the largest step for which every logical rank has a complete source.
 
-    A snapshot is one rank's state at a committed step, in host memory; a peer copy is the copy of it on another rank.
-
     Args:
-        ranks: all logical ranks.
         holdings: logical rank -> the snapshots in the memory of its worker. A rank that is missing here holds none.
         dp_peers: logical rank -> the ranks that hold the same part of the model, including the rank itself.
         spoiled: steps that were tried and turned out to be unusable.
