@@ -203,7 +203,6 @@ BENCHES = (
         ("2000 situations", "0 broken"),
         makes=("ladder.png",),
     ),
-    only_help("torch-releases", "python tools/experiments/torch_releases.py *"),
 )
 
 REPLICAS = (
@@ -514,7 +513,7 @@ TRAINING = (
     Walk(
         "verify",
         "python -m megatron.ft_trainer.checkpointing verify runs/mine",
-        says=("iter_0000004: ok", "newest"),
+        says=("iter_0000004: ok", "sound checkpoints"),
         after=("train",),
     ),
     Walk(

@@ -58,6 +58,24 @@ def test_the_state_can_be_derived_from_the_journal(tmp_path):
     assert 0 < len(beats) < 10
 
 
+def test_how_long_a_device_is_waited_for_can_be_derived_from_the_journal(tmp_path):
+    """It is not in the heartbeats of which the journal has only the last, but in the decision on a silence."""
+    world = World(standbys=2, nodes=2, devices=4)
+    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+    world.run()
+    world.kill(0)
+    lost_at = world.now
+    world.wait(4)  # heartbeats without a decision: to a reader of the journal a gap
+    world.say(m.Observed("layout", {}))
+    world.wait(2, beats=["n1"])
+    silent_s = world.now - world.state.agents["n0"].heard_at
+    world.wait(2)
+    known = recall(tmp_path / "journal.jsonl").state
+    (hold,) = world.state.agents["n0"].held.values()
+    assert hold.since == pytest.approx(lost_at + silent_s, abs=0.5)
+    assert without_beats(known) == without_beats(world.state)
+
+
 def test_what_a_control_plane_that_has_died_wrote_is_over(tmp_path):
     for restarts in (0, 1):
         world = World(restarts=restarts)
