@@ -36,7 +36,6 @@ class Scenario:
     blocks: tuple[int, ...] = ()
     peers: int = 1
     replicas: int = 1
-    min_replicas: int = 1
     spare_redundancy: int = 0
     protect: tuple[str, ...] = (HOT_SWAP,)
     step: int = 100
@@ -109,7 +108,6 @@ FLAGS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "blocks": ("N,N,...", "transformer layers of each stage; default: all the same", _blocks),
     "peers": ("K", "peer copies of each snapshot; 0: none", _COUNT),
     "replicas": ("N", "replicas of the model (FT-HSDP)", _REPLICAS),
-    "min_replicas": ("N", "replicas that a step needs", _REPLICAS),
     "spare_redundancy": ("R", "shard types that a group hosts (SPARe); 0: off", _COUNT),
     "protect": ("NAME,...", f"of {', '.join(PROTECTIONS)}, or {NONE}", _names),
     "step": ("S", "newest committed step; snapshots are of this step and the one before", _COUNT),
@@ -163,8 +161,6 @@ def _problems(given: Scenario) -> list[tuple[str, str]]:
         found.append((f"{len(given.blocks)} numbers of blocks for {given.pp} stages", "give one for each stage"))
     if given.checkfree and HOT_SWAP not in given.protect:
         found.append(("CheckFree without hot-swap", f"add {HOT_SWAP} to --protect: it works under hot-swap"))
-    if given.min_replicas > given.replicas:
-        found.append((f"{given.min_replicas} of {given.replicas} replicas needed", "lower --min-replicas"))
     if given.spare_redundancy and not 2 <= given.spare_redundancy <= given.replicas:
         fix = "give a redundancy from 2 to the number of replicas"
         found.append((f"redundancy {given.spare_redundancy} with {given.replicas} replicas", fix))
