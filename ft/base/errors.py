@@ -54,7 +54,6 @@ class UserError(FtError):
 
     Args:
         problem: what is wrong, with the numbers or the path concerned; control characters in it become visible.
-        fix: what the user can do; printed on its own line.
     """
 
     exit_code = 2

@@ -235,7 +235,6 @@ def named(node: str | None, known: Mapping[str, str]) -> str:
     In a run of one node, or if the host is unknown, it is the name in the run alone.
 
     Args:
-        node: the run's own name of the node.
         known: node -> host name, for all nodes of the run.
     """
     return f"{node} ({known[node]})" if node in known and len(known) > 1 else str(node)

@@ -141,7 +141,6 @@ def read_structured(path: str | Path, noun: str) -> Any:
 
     Args:
         path: the file; any suffix but .yaml, .yml and .toml means JSON.
-        noun: word for the file, for messages.
 
     Raises:
         UserError: the file cannot be read or parsed.

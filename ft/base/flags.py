@@ -24,8 +24,6 @@ def read_flags(
 
     Args:
         parser: a parser whose ``error`` raises :class:`UserError`.
-        words: the words of the command line, without the command.
-        known: the flags of the parser.
         explain: what to say of a flag that is not among them.
 
     Returns:

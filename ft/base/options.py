@@ -39,9 +39,7 @@ def flag(
         on: spelling(s) that set the field (for a bool: to True).
         off: spelling(s) that set a bool field to False.
         parse: callable that converts one command-line word into the value.
-        choices: the allowed values, if the annotation does not say them.
         repeats: (lists) the flag may be given several times, and all its values count.
-        least: the smallest number that the flag takes.
     """
     meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse, "choices": choices, "repeats": repeats}
     meta["least"] = least

@@ -1,8 +1,8 @@
 """Measures what the training thread of this process does in each step: compute, wait for others, load data and so on.
 
 The training thread calls :meth:`StepClock.switch` whenever it begins something else; the time until the next call
-counts for that. So every moment of a step belongs to exactly one part, also when parts are nested: a garbage
-collection inside a wait is no wait.
+counts for that. So every moment of a step belongs to exactly one part, also when parts are nested: a garbage collection
+inside a wait is no wait.
 
 On a GPU the host does not wait for other ranks, but the GPU does. What measures that passes it on as a function
 (``StepClock.cut_device``), because nothing on this floor knows GPUs.
@@ -76,9 +76,6 @@ class Block:
 
 class StepClock:
     """The clock. Only the training thread measures; calls from other threads do nothing.
-
-    Args:
-        clock: returns the time in seconds.
 
     Attributes:
         cut_device: see :data:`CutDevice`; None: this process uses no GPU, or nothing measures it.

@@ -9,11 +9,6 @@ from typing import Any
 def start(target: Callable[..., Any], args: tuple[Any, ...] = (), name: str | None = None) -> threading.Thread:
     """Start a daemon thread and return it.
 
-    Args:
-        target: the function that the thread calls.
-        args: its arguments.
-        name: name of the thread.
-
     Raises:
         OSError: the system allows no further thread at present.
     """

@@ -11,7 +11,6 @@ def check(table: Any, noun: str, order: Iterable[tuple[str, str]], may_be_zero: 
     """Check a dataclass of timeouts in seconds.
 
     Args:
-        noun: word for one of its fields, for messages.
         order: (shorter, longer) pairs of field names. The shorter timeout must expire first: its expiry handles the
             failure before the longer timeout would react to the same failure.
         may_be_zero: names of timeouts that may be zero.

@@ -55,7 +55,6 @@ def find(run_dir: Path, patience_s: float, environment: Mapping[str, str] = os.e
 
     Args:
         run_dir: directory of the run, which all nodes share.
-        patience_s: longest wait in seconds.
         environment: environment variables; a token in them is taken instead of the one in the directory.
 
     Raises:

@@ -1,11 +1,10 @@
 """All messages between workers, agents and the control plane, with their JSON encoding.
 
-A worker is a training process, an agent is the supervisor process of one node, and the control plane is the process
-that decides how the job recovers. Reports go from workers and agents to the control plane, orders from the control
-plane to agents and workers. Every message is a frozen dataclass of JSON values; all senders use ``encode`` and all
-receivers ``decode``. A field ``node`` is the name of an agent (``"n0"``), ``worker`` the name of a worker (``"n0.w3"``:
-the fourth process that this agent started), and ``rank`` a logical rank: a position in the parallel grid
-(TP x CP x EP x DP x PP) that outlives the process that holds it. Times are in seconds.
+Reports go from workers and agents to the control plane, orders from the control plane to agents and workers. Every
+message is a frozen dataclass of JSON values; all senders use ``encode`` and all receivers ``decode``. A field ``node``
+is the name of an agent (``"n0"``), ``worker`` the name of a worker (``"n0.w3"``: the fourth process that this agent
+started), and ``rank`` a logical rank: a position in the parallel grid (TP x CP x EP x DP x PP) that outlives the
+process that holds it. Times are in seconds.
 """
 
 import json

@@ -5,9 +5,7 @@ def doubled(failures: int, first_s: float, longest_s: float) -> float:
     """Return the pause in seconds after a failure.
 
     Args:
-        failures: number of failures in a row, this one included.
         first_s: pause after the first of them, in seconds.
-        longest_s: longest pause, in seconds.
     """
     return min(first_s * 2.0 ** min(failures - 1, 64), longest_s)
 

@@ -121,7 +121,6 @@ class Frames:
     """Makes and reads the frames of one end of a channel. It does no I/O.
 
     Args:
-        party: this end, after the handshake.
         theirs: the other end's challenge.
     """
 
@@ -230,8 +229,6 @@ class FramedChannel:
 
         Args:
             kind: kind of the frame, 4 bytes.
-            words: JSON values.
-            bodies: byte strings.
         """
         self.write(self._proved().message(kind, mark, words or {}, bodies))
 
@@ -323,10 +320,8 @@ class Stream:
 
     Args:
         connection: connected stream socket; the stream owns it from now on.
-        token: token of the run.
         purpose: name and version of the protocol, at most 16 ASCII characters.
         is_dialer: whether this end opened the connection.
-        address: address of the other end, for people.
 
     Attributes:
         socket: the socket.

@@ -129,9 +129,6 @@ def dial(
 
     Args:
         connection: a new connection; its timeout is restored afterwards.
-        limit_s: maximum seconds for the whole handshake.
-        message: content to send to the acceptor.
-        reply_bytes: size of the acceptor's message.
 
     Returns:
         The acceptor's challenge and its message.
@@ -165,7 +162,6 @@ def accept(
 
     Args:
         connection: a new accepted connection; its timeout is restored afterwards.
-        message_bytes: size of the dialer's message.
         reply_bytes: size of the reply. A dialer with another token gets that many zeros, and zeros as the proof.
 
     Returns:

@@ -28,11 +28,7 @@ _NICENESS = 10
 
 
 class _Notes:
-    """Prints what happened to strangers on standard error, at a limited rate, so that they cannot fill a disk.
-
-    Args:
-        name: name of the server, with which each line begins.
-    """
+    """Prints what happened to strangers on standard error, at a limited rate, so that they cannot fill a disk."""
 
     def __init__(self, name: str):
         self._name, self._noted, self._lock = name, deque[float](), threading.Lock()
@@ -177,7 +173,6 @@ class Acceptor:
     Args:
         listener: listening socket; the acceptor owns it from now on.
         purpose: name and version of the protocol, at most 16 ASCII characters.
-        name: name of the server in its messages on stderr.
     """
 
     def __init__(self, listener: socket.socket, token: str, purpose: str, name: str):

@@ -1,10 +1,9 @@
 """The relay: the MPI process of a node, which relays byte streams between the node's workers and those of other nodes.
 
-Workers are training processes; they are not MPI processes themselves (:mod:`ft.net.streams` gives the reasons) and
-connect to the relay over Unix sockets. The relay has one thread with one event loop that never blocks on a worker. MPI
-offers no file descriptor to wait on, so the relay polls MPI: continuously while data moves, a thousand times a second
-otherwise. If MPI blocks an operation for ever, the deadlines of the workers' connections and MPI's failure detector end
-it.
+Workers are not MPI processes themselves (:mod:`ft.net.streams` gives the reasons) and connect to the relay over Unix
+sockets. The relay has one thread with one event loop that never blocks on a worker. MPI offers no file descriptor to
+wait on, so the relay polls MPI: continuously while data moves, a thousand times a second otherwise. If MPI blocks an
+operation for ever, the deadlines of the workers' connections and MPI's failure detector end it.
 
 ``python -m ft.net.mpi_relay FOLDER`` under mpirun relays until SIGTERM, for workers that were started without ``ft
 run``. Workers connect to it in the folder FOLDER/RANK.
@@ -308,10 +307,8 @@ def pack(kind: int, to: Key, number: int = 0, rest: bytes = b"") -> bytes:
     """Encode a frame for the end ``to``.
 
     Args:
-        kind: kind of the frame, such as DATA.
         to: end of the stream that receives the frame.
         number: number in the header, whose meaning depends on the kind.
-        rest: bytes after the header.
     """
     return HEAD.pack(kind, to[2], to[0], to[1], number) + rest
 

@@ -80,12 +80,7 @@ _BACKLOG = 64
 
 
 class MpiNetwork(Network):
-    """The network over MPI. Addresses are "mpi:RANK/NAME": worker NAME on the node whose MPI process has rank RANK.
-
-    Args:
-        folder: folder of this node's relay.
-        rank: MPI rank of this node's relay.
-    """
+    """The network over MPI. Addresses are "mpi:RANK/NAME": worker NAME on the node whose MPI process has rank RANK."""
 
     _names = itertools.count()
 

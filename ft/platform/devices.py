@@ -69,10 +69,6 @@ def on_node(number: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the index among all GPUs of the node of a device that CUDA numbers as CUDA_VISIBLE_DEVICES says.
 
     A part of a GPU (MIG), and a GPU that NVML does not list, keep CUDA's own number.
-
-    Args:
-        number: CUDA's number of the device.
-        environment: environment variables of the process that uses the device.
     """
     names = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if number >= len(names) or not names[number]:

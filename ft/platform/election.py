@@ -115,9 +115,6 @@ def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
 def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     """Write the lease atomically: readers see the old or the new content.
 
-    Args:
-        file: CONTROL or QUORUM.
-
     Raises:
         OSError: the shared state cannot be written.
     """

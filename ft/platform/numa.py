@@ -32,8 +32,6 @@ def bind(address: str, environment: Mapping[str, str] = os.environ, root: Path =
     """Bind all threads of this process to the CPUs near a PCI device, as far as it may use them.
 
     Args:
-        address: address of the device.
-        environment: environment variables.
         root: root of the file tree, normally "/".
 
     Returns:

@@ -453,8 +453,6 @@ class _Reader:
     """Has the threads of one process write their stacks, one after another. Make it with ``of``.
 
     Args:
-        pid: pid of the process.
-        handler: its handler.
         file: descriptor of the handler's file, in this process.
 
     Attributes:

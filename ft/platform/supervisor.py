@@ -41,8 +41,6 @@ def command(module: str, arguments: Sequence[str], parent: int, ignores_signals:
 
     Args:
         module: module whose function ``main`` is called; what it returns is the exit code.
-        arguments: content of ``sys.argv[1:]`` at that call.
-        parent: pid of the parent.
         ignores_signals: whether the process ignores END_SIGNALS.
     """
     how = [str(CHECKOUT), str(parent), "ignore" if ignores_signals else ""]

@@ -1,8 +1,4 @@
-"""Tracks the progress of a worker (training process) and reports it to the node agent in heartbeats.
-
-The control plane detects hangs from these heartbeats. A step is committed when all ranks have finished its optimizer
-update.
-"""
+"""Tracks the progress of a worker and reports it in heartbeats, from which the control plane detects hangs."""
 
 import statistics
 import threading
@@ -78,7 +74,6 @@ class Progress:
         Args:
             doing: kind of activity: "compute", "wait" (for other ranks), "aside" (may take longer than a step), "idle"
                 (no step is under way).
-            where: description of the activity.
         """
         before = self._activity
         self._enter(doing, where)
@@ -102,7 +97,6 @@ class Progress:
         """Record that ``step`` is committed and the next step begins.
 
         Args:
-            step: number of the step.
             is_usual: whether the worker has computed the step as it computes most steps.
         """
         if self._step_began is not None:
@@ -206,8 +200,6 @@ class Heartbeat:
     A stopped process (SIGSTOP) sends none, so that the agent detects it.
 
     Args:
-        progress: what the worker does.
-        send: sends a report to the agent.
         period_s: time between heartbeats, in seconds.
         others: returns further reports, which are sent after each heartbeat.
     """

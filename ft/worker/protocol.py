@@ -229,7 +229,6 @@ async def enter_next_epoch(member: Member, report: Any = None) -> None:
     """Wait for the next epoch in which the worker has a logical rank, and enter it.
 
     Args:
-        member: the worker.
         report: report that is sent until the epoch opens; None: nothing is sent.
 
     Raises:
@@ -249,8 +248,6 @@ async def await_order(member: Member, kind: type[T], report: Any = None) -> T:
     """Wait for the order of type ``kind`` for the worker's epoch, and return it; other orders are discarded.
 
     Args:
-        member: the worker.
-        kind: type of the order.
         report: report that is sent until the order arrives; None: nothing is sent.
 
     Raises:
@@ -290,10 +287,6 @@ def repeat(member: Member, report: Any) -> None:
 async def finish(member: Member, step: int) -> None:
     """Report that the worker's training is over, and how it has ended; wait until all workers are done.
 
-    Args:
-        member: the worker.
-        step: the last committed step.
-
     Raises:
         EpochClosed: a failure on another worker was first, and this worker has to help with the recovery.
     """
@@ -305,9 +298,7 @@ def failure(member: Member, step: int, error: Exception) -> WorkerFailed:
     """Return the report of an exception, and write its traceback to the worker's log.
 
     Args:
-        member: the worker.
         step: the last committed step (all ranks have finished its optimizer update).
-        error: the exception.
     """
     member.log_error(error)
     kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
@@ -334,9 +325,7 @@ async def suspect(member: Member, what: str, error: BaseException, verdict_s: fl
     """Report that a collective or a transfer failed in an open epoch, and wait for the control plane's verdict.
 
     Args:
-        member: the worker.
         what: name of the process group, or description of the transfer.
-        error: the exception.
         verdict_s: longest wait for the control plane to close the epoch, in seconds.
     """
     member.send(WorkerSuspects(member.worker, member.epoch, what, str(error)[:_SUSPICION_LIMIT]))

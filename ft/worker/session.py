@@ -1,8 +1,7 @@
 """A worker's session in an ``ft run``: its logical rank, its process groups and its connection to the node agent.
 
-A logical rank is a position in the parallel layout, which outlives processes. The node agent, the supervisor process of
-the node, passes on the orders of the control plane. To an order ``Look``, :func:`answer_look` says what the worker is
-doing, on the thread that receives orders, so it also answers when the training thread is blocked.
+To an order ``Look``, :func:`answer_look` says what the worker is doing, on the thread that receives orders, so it also
+answers when the training thread is blocked.
 """
 
 import contextlib
@@ -147,7 +146,6 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
     A standby blocks here until it replaces a worker that died. At the end of the run, the standby exits here.
 
     Args:
-        environment: environment variables.
         settings: settings of the script, by name. They must be equal on all workers: if they differ at the start, the
             run ends; a worker that joins later with other settings gets no logical rank.
 

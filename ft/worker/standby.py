@@ -39,9 +39,6 @@ def examine(
     Args:
         reach: function that sends this process a message over its own data-plane address; it raises OSError if the
             message does not arrive.
-        seed: seed of the data.
-        multiply: function that multiplies two matrices.
-        copy: function that copies an array.
 
     Raises:
         ReplaceNodeError: a result is wrong, or no message arrives in several tries.

@@ -1,8 +1,7 @@
 """The node agent of ``ft run``: an event loop over child processes, workers' connections and control-plane orders.
 
-Workers are forked from the warm pool, a process that has imported everything. A life of the run begins with its first
-start, and with every restart that does not continue from the control plane's journal (its log of decisions); the life
-has the number of that restart.
+A life of the run begins with its first start, and with every restart that does not continue from the control plane's
+journal; the life has the number of that restart.
 """
 
 import contextlib
@@ -108,7 +107,6 @@ class Agent:
 
     Args:
         port: port on which the run's control plane listens.
-        faults: all planned faults of the run.
         ranks: logical ranks of its first workers.
         joined: message to print once the first snapshots of all workers have reached their peers.
         began: wall-clock time at which training first began, None if it has not.

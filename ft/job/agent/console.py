@@ -39,11 +39,6 @@ def last_words(path: Path, code: int, count: int = 15) -> list[str]:
     For a process that SIGKILL or SIGTERM ended, return no lines: the signal came from outside, so the log does not
     explain it. Otherwise return the last lines, starting at the last traceback or fatal error if they contain one.
     Warnings of libraries are left out.
-
-    Args:
-        path: the worker's log.
-        code: exit code of the worker.
-        count: maximum number of lines.
     """
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return []
@@ -102,7 +97,6 @@ class Console:
         """From now on show the output of these logs, and of no others.
 
         Args:
-            logs: log files of workers.
             fresh: show them from their beginning, instead of only what is written from now on.
         """
         self.poll(to_the_end=True)
@@ -180,7 +174,6 @@ class Tail:
     """Reads what is appended to a file.
 
     Args:
-        path: the file.
         start: byte offset to begin at, None for the file's present end.
     """
 

@@ -1,11 +1,9 @@
 """The control plane as a node agent sees it: starts its process, restarts it, and takes it over from lost nodes.
 
-The control plane is one process for the whole run, which decides about recoveries and sends orders to the node agents,
-the supervisors of the nodes. It runs on the node of one agent, as the agent's child. Leadership is divided into
-numbered terms: an agent claims the next term, starts the control plane, and the control plane then renews a lease. A
-restarted control plane continues from its journal, the log of its decisions. A standby process, which has imported
-everything, can be prepared so that a later start is fast. What a failure of the control plane means for this node's
-workers is passed to the agent as an event.
+It runs on the node of one agent, as the agent's child. Leadership is divided into numbered terms: an agent claims the
+next term, starts the control plane, and the control plane then renews a lease and continues from the journal. A standby
+process, which has imported everything, can be prepared so that a later start is fast. What a failure of the control
+plane means for this node's workers is passed to the agent as an event.
 """
 
 import contextlib
@@ -43,8 +41,6 @@ class Sidecar:
     """Starts and ends the control plane's process.
 
     Args:
-        supervisor: supervisor of the agent's child processes.
-        run_dir: the run's directory.
         where: address on which the control plane accepts the agents' messages.
         options: settings of the control plane, passed to it as ``--options``.
 
@@ -73,13 +69,7 @@ class Sidecar:
             self._spare = self._launch()
 
     def start(self, term: int, node: str, restarts: int) -> None:
-        """Start the control plane.
-
-        Args:
-            term: number of the term.
-            node: name of the agent of this node.
-            restarts: number of restarts of the run so far.
-        """
+        """Start the control plane."""
         options = json.dumps({**self._options, "restarts": restarts})
         arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
         self._process = self._spare or self._launch()

@@ -58,11 +58,9 @@ def left_out(path: str | Path, workers: int, trains: bool, count: int, environme
     """Return what this node must not use.
 
     Args:
-        path: the file of suspects.
         workers: number of training workers of a node.
         trains: whether this node trains from the start.
         count: number of devices of this node that workers see.
-        environment: environment variables of the workers.
 
     Raises:
         UserError: the file is wrong, or this node is needed for training and has too few other devices.
@@ -164,12 +162,7 @@ class Devices:
         self._of_worker[worker] = device
 
     def ended(self, worker: str, node: str) -> None:
-        """Look at the device of a worker that has ended, in another thread, until its memory is free.
-
-        Args:
-            worker: name of the worker.
-            node: name of the agent.
-        """
+        """Look at the device of a worker that has ended, in another thread, until its memory is free."""
         device = self._of_worker.pop(worker, None)
         if device is None or not self.count:
             return

@@ -83,10 +83,6 @@ def defaults(environment: Mapping[str, str], flags: Sequence[str] = ()) -> dict[
     CUDA_DEVICE_MAX_CONNECTIONS is set to 1 if the script's flags split layers or sequences among GPUs: before
     Blackwell, Megatron-LM relies on one queue, in which communication starts before the computation that hides it. It
     is not set with flags that need several queues.
-
-    Args:
-        environment: environment variables.
-        flags: flags of the script.
     """
     wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     given = {group[0].partition("=")[0]: (group[0].partition("=")[2] or " ".join(group[1:])) for group in groups(flags)}
@@ -98,9 +94,8 @@ def defaults(environment: Mapping[str, str], flags: Sequence[str] = ()) -> dict[
 class Masters:
     """The rendezvous addresses, one for each warm restart of the run.
 
-    A warm restart ends all workers and starts new ones; it needs a new port, because old processes may still hold the
-    old one. The agent (supervisor process) of the node with logical rank 0 chooses the address. The control plane
-    passes it on to the other agents.
+    A warm restart needs a new port, because old processes may still hold the old one. The agent of the node with
+    logical rank 0 chooses the address. The control plane passes it on to the other agents.
     """
 
     def __init__(self, place: NodeContext, uplink: Uplink):

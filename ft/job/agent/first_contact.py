@@ -1,8 +1,8 @@
 """The first contact of an agent with the control plane: it finds out soon, with proof, that there can never be one.
 
 An agent cannot tell a node that has not started yet from one that will never start, so it waits for that one. But if
-the control plane listens and the run's directory has no token, the directory is another one than that of node 0; and
-if the control plane renews its lease in the directory and its address does not answer, the address is wrong.
+the control plane listens and the run's directory has no token, the directory is another one than that of node 0; and if
+the control plane renews its lease in the directory and its address does not answer, the address is wrong.
 """
 
 import contextlib
@@ -117,9 +117,6 @@ class Messages:
     """Finds the messages that other agents leave in the run's directory because they cannot take part.
 
     Messages that are there before belong to an earlier attempt to start a run in that directory.
-
-    Args:
-        run_dir: the run's directory.
     """
 
     def __init__(self, run_dir: Path):

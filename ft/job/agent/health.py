@@ -62,7 +62,6 @@ class HealthWatch:
     Args:
         mode: "off", "watch" or "drain".
         reader: function that makes the reader, called in the thread.
-        devices: the devices (GPUs) of the node.
         period_s: seconds between two readings.
         news_s: seconds between two looks at the events alone.
     """

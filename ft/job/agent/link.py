@@ -1,7 +1,4 @@
-"""The worker's end of its connection to the node agent: a Unix socket with one JSON message per line.
-
-The agent is the process of ``ft run`` that has started the worker (a training process) and supervises it.
-"""
+"""The worker's end of its connection to the node agent: a Unix socket with one JSON message per line."""
 
 import contextlib
 import json
@@ -42,7 +39,6 @@ class Link:
         """Connect to the agent that started this process (FT_AGENT) as worker FT_WORKER.
 
         Args:
-            environment: environment variables.
             stacks: handler by which the agent can get the stacks of this process.
 
         Raises:

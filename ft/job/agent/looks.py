@@ -64,8 +64,6 @@ class Looks:
         """Begin to collect answers, and ask the operating system about all workers.
 
         Args:
-            order: the order, which the caller passes on to the workers.
-            pids: pid of each worker of this node.
             handlers: worker -> handler by which its stacks can be read, for those that have one.
         """
         self.finish()
@@ -148,9 +146,6 @@ def of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
     """Return what the operating system says of a process.
 
     Args:
-        rank: its logical rank.
-        worker: its name.
-        node: name of its node.
         pid: its pid; None if it has ended.
     """
     letter = processes.state(pid) if pid is not None else "X"

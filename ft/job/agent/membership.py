@@ -1,8 +1,4 @@
-"""A node's membership in an ``ft run``: its unique name, and the workers and store that its agent offers when it joins.
-
-The agent is the supervisor process of the node. It offers workers for logical ranks (positions in the parallel layout)
-and standbys (workers that wait to replace a lost one).
-"""
+"""A node's membership in an ``ft run``: its unique name, and the workers and store that it offers when it joins."""
 
 import contextlib
 import itertools
@@ -96,8 +92,6 @@ def claim_name(run_dir: Path, node_rank: int, joins: bool = True) -> str:
     A name is claimed by creating a value in the run's shared state, which can succeed only once.
 
     Args:
-        run_dir: the run's directory.
-        node_rank: number of the node.
         joins: whether the node's latest ``ft run`` may still be at work.
 
     Raises:
@@ -143,7 +137,6 @@ class Membership:
 
     Args:
         place: properties of this node, with the agent's first name.
-        devices: the devices of this node.
 
     Attributes:
         place: properties of this node, which its workers have in common.

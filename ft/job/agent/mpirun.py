@@ -1,7 +1,7 @@
 """``ft run`` under mpirun or srun: the node's position in the job, and its MPI process for ``--ft-transport mpi``.
 
 With that flag, snapshots travel between nodes over MPI. Workers are not MPI processes; each node has one MPI process,
-the relay, which forwards their data. The node agent is the process that supervises the node's workers.
+the relay, which forwards their data.
 
 The process that mpirun has started becomes the MPI process (relay) of the node; the agent runs as its child:
 

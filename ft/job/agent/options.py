@@ -167,8 +167,6 @@ def resolve(
     """Check the flags, and fill in defaults.
 
     Args:
-        given: the parsed command line.
-        environment: environment variables.
         job: the Slurm or MPI job that this node is part of; default: read from the environment.
         lease: folder, relative to the run's directory, with the control plane's lease, which shows whether the run is
             under way; default: the run's directory itself.

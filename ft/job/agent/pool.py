@@ -76,13 +76,7 @@ class WarmPool:
             self.channel.send(json.dumps({"fork": request}))
 
     def fork(self, worker: str, log: str, env: dict[str, str]) -> None:
-        """Request a worker.
-
-        Args:
-            worker: name of the worker.
-            log: file for the worker's output.
-            env: environment variables to set in the worker.
-        """
+        """Request a worker."""
         request = {"worker": worker, "log": log, "env": env}
         self._asked.append(request)
         if self.channel is not None:
@@ -135,7 +129,6 @@ class WarmPool:
         """Start a new process, which gets the open requests, after the old one has ended.
 
         Args:
-            code: exit code of the old process.
             on_exit: called with the exit code when the new process has ended.
 
         Raises:

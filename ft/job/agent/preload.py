@@ -1,13 +1,12 @@
 """Imports in the warm pool, before workers are forked, the modules that the training script needs.
 
-The warm pool is a process of ``ft run`` whose forked children are the workers (training processes). Imports of torch
-and megatron take seconds; a forked worker need not repeat them. But the imports must neither start threads nor
-initialise CUDA: a process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some packages ask
-for properties of the GPU when they are imported, which initialises CUDA: Transformer Engine for its compute capability
-as soon as flash-attn is installed, megatron-core from 0.20 on for its shared memory (``ssm/ops/gdp/common.py``). In the
-pool a forked process asks the driver for them and ends. A package that initialises CUDA all the same, or a module that
-starts threads, is withheld: the pool starts again without it, and imports no module that imports it, so that workers
-import these themselves.
+Imports of torch and megatron take seconds; a forked worker need not repeat them. But the imports must neither start
+threads nor initialise CUDA: a process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some
+packages ask for properties of the GPU when they are imported, which initialises CUDA: Transformer Engine for its
+compute capability as soon as flash-attn is installed, megatron-core from 0.20 on for its shared memory
+(``ssm/ops/gdp/common.py``). In the pool a forked process asks the driver for them and ends. A package that initialises
+CUDA all the same, or a module that starts threads, is withheld: the pool starts again without it, and imports no module
+that imports it, so that workers import these themselves.
 """
 
 import ast
@@ -65,7 +64,6 @@ def check(name: str, before: set[str], probes: bool) -> None:
     """Check that this process can still be forked after an import.
 
     Args:
-        name: the module that was imported.
         before: the packages that were imported before.
         probes: whether to try CUDA in a forked process; otherwise this process is examined only.
 
@@ -277,7 +275,6 @@ def imports_of(source: str, package: str = "") -> list[str]:
     ``from a import b`` gives ``a`` and ``a.b``: only importing would show whether ``b`` is a module.
 
     Args:
-        source: Python source code.
         package: the package that relative imports start from.
     """
     found = []

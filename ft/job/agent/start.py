@@ -23,9 +23,6 @@ def carry_out(
     """Run the agent of this node to the end of the run, and return the exit code.
 
     Args:
-        options: the resolved options.
-        faults: all planned faults of the run.
-        announcement: message to print at the start.
         began: wall-clock time at which training first began, if that was before this agent's start; injection times of
             planned faults are relative to it.
         joined: message to print once the first snapshots of all workers have reached their peers.
@@ -69,7 +66,6 @@ def make_run_dir(options: RunOptions, makes_token: bool, parts: Sequence[Path] =
     """Make the run's folders on this node, its token, and its shared state if that is on etcd.
 
     Args:
-        options: the resolved options.
         makes_token: whether this node makes the run's token if there is none.
         parts: folders of the run's replicas.
         lease: folder, relative to the run's, with the lease that shows whether the run is under way.

@@ -1,9 +1,8 @@
 """Leader failover, from an agent's point of view: decide what an agent does when the control plane does not answer.
 
-An agent is the supervisor process of one node. The control plane is one process for the run, which is started on the
-node of one of the agents; while it is active, it renews a lease. Each new control plane has a higher term number. An
-agent that gets no answer may wait, take over by starting a new control plane, or fence (kill) its own workers.
-:func:`decide` is a pure function; ``control_plane`` calls it.
+While a control plane is active, it renews a lease. Each new one has a higher term number. An agent that gets no answer
+may wait, take over by starting a new control plane, or fence (kill) its own workers. :func:`decide` is a pure function;
+``control_plane`` calls it.
 """
 
 from dataclasses import dataclass

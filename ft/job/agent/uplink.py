@@ -4,9 +4,7 @@ The control plane may disappear and come back on another host, with the next ter
 and kept until the control plane has recorded them; after each reconnection the remaining reports are sent again. Orders
 are numbered too, so that no order is carried out twice.
 
-A life of the run begins with its first start, and with every restart that does not continue from the control plane's
-journal (its log of decisions); the life has the number of that restart. An agent that finds a newer life than its own
-has to restart its workers.
+An agent that finds a newer life of the run than its own has to restart its workers.
 """
 
 import contextlib
@@ -77,7 +75,6 @@ class Uplink:
         run_dir: the run's directory, in which the control plane publishes its address.
         endpoint: fallback address ("tcp://HOST:PORT") used while no address is published, "" if there is none.
         wake: function called, from threads, whenever ``take`` has something to return.
-        timeouts: limits in seconds.
         node_rank: number of this node, for messages and for the search for the token.
 
     Attributes:

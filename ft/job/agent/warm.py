@@ -1,10 +1,10 @@
 """The warm pool of ``ft run``: a process that has imported torch, megatron and the script's modules, and forks workers.
 
-It forks a worker (training process) whenever the node agent, the supervisor process of the node, requests one. The pool
-has a single thread and initialises no device, because a forked process could use neither its threads nor its devices.
-A worker is forked twice: its direct parent exits, and the agent, which is a subreaper, becomes its parent and is
-notified of its exit at once. The worker runs the training script as if it were started with ``python script``. When the
-agent dies, the pool kills all processes that its workers have started, and exits.
+It forks a worker whenever the node agent requests one. The pool has a single thread and initialises no device, because
+a forked process could use neither its threads nor its devices. A worker is forked twice: its direct parent exits, and
+the agent, which is a subreaper, becomes its parent and is notified of its exit at once. The worker runs the training
+script as if it were started with ``python script``. When the agent dies, the pool kills all processes that its workers
+have started, and exits.
 
 Protocol, one JSON object per line. Requests: ``{"fork": {"worker", "log", "env"}}`` (start a worker),
 ``{"guard": [pid, ...]}`` (workers of an earlier pool, which this pool kills with the agent), ``{"forget": pid}`` (a
@@ -67,11 +67,6 @@ def run_script(target: str, is_module: bool, args: list[str]) -> int:
     """Run a script or module as ``__main__``, and return the exit status that ``python`` would give.
 
     An uncaught exception is printed as Python prints it, a UserError as ``ft`` does, with its exit code.
-
-    Args:
-        target: path of the script, or name of the module.
-        is_module: whether ``target`` is the name of a module.
-        args: command-line arguments of the script.
     """
     sys.argv = [target, *args]
     try:
@@ -92,13 +87,7 @@ def run_script(target: str, is_module: bool, args: list[str]) -> int:
 
 
 def search_path(script: str, is_module: bool, path: list[str]) -> list[str]:
-    """Return ``sys.path`` as Python sets it for a script or, with ``-m``, a module.
-
-    Args:
-        script: path of the script, or name of the module.
-        is_module: whether ``script`` is the name of a module.
-        path: ``sys.path`` of this process.
-    """
+    """Return ``sys.path`` as Python sets it for a script or, with ``-m``, a module."""
     return [os.getcwd() if is_module else str(Path(script).absolute().parent), *path]
 
 

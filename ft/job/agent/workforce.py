@@ -1,7 +1,6 @@
 """The workers of one node agent of ``ft run``: their processes, their connections and their last heartbeats.
 
-The agent requests workers from the warm pool, a process that has imported everything and forks them. A worker attaches
-by connecting to the agent's Unix socket and reporting that it is ready.
+A worker attaches by connecting to the agent's Unix socket and reporting that it is ready.
 """
 
 import os
@@ -144,9 +143,6 @@ class Workforce:
         """Request a worker from the pool.
 
         Args:
-            rank: logical rank of the worker, None for a standby.
-            local_rank: index of the worker's device on this node.
-            restart: number of the warm restart.
             master: (host, port) for the script's own process groups.
         """
         name = f"{self._place.node}.w{self._started}"

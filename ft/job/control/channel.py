@@ -69,9 +69,6 @@ class AgentChannel:
 
     Args:
         where: address of the control plane (``ControlChannel.where``).
-        node: name of the agent.
-        token: secret of the run.
-        timeout_s: limit for the connection in seconds.
 
     Raises:
         ConnectionError: there is no answer within ``timeout_s``.
@@ -116,7 +113,6 @@ class ControlChannel:
 
     Args:
         where: ``tcp://HOST:PORT`` to listen on (port 0: any free port).
-        token: secret of the run.
 
     Attributes:
         where: the address that agents on any node pass to ``AgentChannel``.

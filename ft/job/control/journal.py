@@ -1,8 +1,8 @@
 """The journal of the control plane: its input and decisions as JSON lines, from which its state can be recomputed.
 
 A report is written before any decision on it is sent. So a new control plane knows everything that the previous one has
-sent, and the agents resend all reports that were not recorded. While they cannot be written
-(a full disk, etcd without a majority) the entries wait in memory, and are lost if the control plane dies meanwhile.
+sent, and the agents resend all reports that were not recorded. While they cannot be written (a full disk, etcd without
+a majority) the entries wait in memory, and are lost if the control plane dies meanwhile.
 
 Every entry carries the leader-election term of its writer. A control plane that was paused may write one more entry
 before it notices that another one has taken over. ``recall`` ignores such an entry: its term is older, and it stands
@@ -11,9 +11,6 @@ behind the place up to which the newer control plane had read.
 A line that is damaged is skipped and counted. If the decisions behind it are not those that follow from the other
 lines, the run cannot continue from the journal. Entries with orders name the number of their first order, which shows
 whether the damaged line had orders.
-
-A life of the run begins when a control plane starts without the journal of its predecessor: at the first start, and
-when all agents restart the run from the checkpoint because that journal is lost.
 """
 
 import json

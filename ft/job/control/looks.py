@@ -91,11 +91,7 @@ def at_work(found: m.HangJudged | None) -> set[int]:
 
 
 class Answers:
-    """The answers to the last look. The search for the cause has a thread of its own: it takes time in a large run.
-
-    Args:
-        folder: folder of the run.
-    """
+    """The answers to the last look. The search for the cause has a thread of its own: it takes time in a large run."""
 
     def __init__(self, folder: Path):
         self._folder, self._number = folder, 0

@@ -1,7 +1,4 @@
-"""Assignment of workers to logical ranks: standbys for empty seats, new workers for nodes, ranks for a warm restart.
-
-A seat is one entry of the map logical rank -> worker; a standby is a warm worker without a seat.
-"""
+"""Assignment of workers to logical ranks: standbys for empty seats, new workers for nodes, ranks for a warm restart."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable

@@ -101,8 +101,6 @@ LAST_RESORT = "what is left is the last persistent checkpoint"
 class HostMemory:
     """The training state in the host memory of the live workers.
 
-    A snapshot is one rank's state at a committed step; a peer copy is the copy of it that a data-parallel peer holds.
-
     Attributes:
         ranks: all logical ranks.
         holdings: logical rank -> the snapshots in the memory of its worker.

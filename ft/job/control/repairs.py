@@ -22,10 +22,7 @@ def choose(
 ) -> tuple[int | None, dict[int, Source], str]:
     """Return the largest step for which every logical rank has a complete source.
 
-    A snapshot is one rank's state at a committed step, in host memory; a peer copy is the copy of it on another rank.
-
     Args:
-        ranks: all logical ranks.
         holdings: logical rank -> the snapshots in the memory of its worker. A rank that is missing here holds none.
         dp_peers: logical rank -> the ranks that hold the same part of the model, including the rank itself.
         spoiled: steps that were tried and turned out to be unusable.

@@ -128,10 +128,8 @@ class Sidecar:
     """The I/O around the decision function ``decide``.
 
     Args:
-        folder: directory of the run.
         channel: control channel to the agents, hosted by this process.
         begins: options of a run that begins, or the content of the journal of a run that continues.
-        standing: lease record of this process.
     """
 
     def __init__(
@@ -317,8 +315,6 @@ def parse_options(text: str) -> ControlOptions:
 
 def begin(folder: Path, options: ControlOptions) -> ControlOptions | JournalContent:
     """Return the content of the run's journal if it belongs to this life of the run, else ``options``.
-
-    A life of the run begins when a control plane starts without the journal of its predecessor.
 
     Raises:
         UserError: the run cannot continue from the journal.

@@ -1,9 +1,7 @@
 """The state of the control plane, and the decisions on it: plain values.
 
-Only :func:`ft.job.control.controller.decide` changes the state, and it returns the decisions. Terms: an epoch is a
-version of the map logical rank -> worker; a seat is one entry of that map. A standby is a warm worker without a seat. A
-joiner is a worker that is new to its seat. A snapshot is one rank's state at a committed step, in host memory; a peer
-copy is the copy of it that a data-parallel neighbour holds.
+Only :func:`ft.job.control.controller.decide` changes the state, and it returns the decisions. A joiner is a worker that
+is new to its seat.
 """
 
 from dataclasses import dataclass, field

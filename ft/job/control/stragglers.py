@@ -218,11 +218,7 @@ class _Rank:
 
 
 class PaceBook:
-    """The book of one control plane.
-
-    Args:
-        path: the file to write.
-    """
+    """The book of one control plane."""
 
     def __init__(self, path: Path):
         self._path = path

@@ -39,8 +39,6 @@ class Link:
 
     Args:
         run_dir: directory that contains ``quorum.json``.
-        token: secret of the run.
-        limits: timeouts.
         greet: returns the packed messages that begin each connection; called in the thread.
         take: called in the thread with every message from the server.
         away: called in the thread each time that a connection or an attempt to connect has ended. Its arguments are the
@@ -229,10 +227,6 @@ class QuorumClient:
     dies.
 
     Args:
-        run_dir: directory of the whole run.
-        replica: number of the replica.
-        life: number of its present life.
-        token: secret of the run.
         limits: timeouts; the defaults if None.
     """
 
@@ -422,12 +416,8 @@ class Notice:
     """Tells every server of the run something about a replica, until it is closed.
 
     Args:
-        run_dir: directory of the whole run.
-        replica: number of the replica.
         life: its last life, or -1 if it never had one.
-        token: secret of the run.
         what: GIVEN_UP or MENDS.
-        reason: why it was given up.
     """
 
     def __init__(self, run_dir: str | Path, replica: int, life: int, token: str, what: str, reason: str = ""):

@@ -54,7 +54,6 @@ def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven:
     """Return the members to exclude from the next quorum, with the reason for each.
 
     Args:
-        quorum: the quorum that failed.
         returned: reports of its members that are done with it, by replica.
         failed: number of similar quorums that failed in a row before.
         forgiven: number of such failures that are tolerated.

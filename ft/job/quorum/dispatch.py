@@ -1,8 +1,7 @@
 """Dispatch of the quorum server: it processes messages, and decides when to answer them.
 
-The quorum server decides which replicas (full copies of the model) take part in a training step: the quorum. The
-dispatch knows the connections by their :class:`Peer` only, and does no I/O: the server process and the simulated server
-(``tests/simulation/hsdp``) are subclasses that do it.
+The dispatch knows the connections by their :class:`Peer` only, and does no I/O: the server process and the simulated
+server (``tests/simulation/hsdp``) are subclasses that do it.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +44,6 @@ class Dispatch(ABC):
     """One quorum server without its I/O.
 
     Args:
-        options: options of the run's quorum.
         term: term that the server has claimed.
         now: time in seconds of the server's monotonic clock, as in all methods.
         end: (next_step, lineage) of a replica that has done the last step of the run, taken over from the previous

@@ -1,7 +1,4 @@
-"""Timeouts of the quorum server and its clients, in one table with a check of their order.
-
-The server decides which replicas (full copies of the model) take part in a training step: the quorum.
-"""
+"""Timeouts of the quorum server and its clients, in one table with a check of their order."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,9 +1,7 @@
 """Reactions of the quorum server to messages and to the passing of time, as updates of its state.
 
 The functions do no I/O and read no clock: ``now`` is the server's monotonic time in seconds. Each returns the events to
-be logged. Terms: a replica is a full copy of the model with its own world of ranks; its leader is the rank that reports
-to the server; a life is one world of its worker processes; a quorum is the set of replicas that take part in a training
-step; a replica is aside while it does something that takes longer than a step, such as saving a checkpoint.
+be logged. A replica is aside while it does something that takes longer than a step, such as saving a checkpoint.
 """
 
 from dataclasses import replace

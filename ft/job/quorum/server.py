@@ -1,8 +1,5 @@
 """Process of the quorum server: an event loop that gives messages to the dispatch and sends its answers.
 
-The server decides which replicas (full copies of the model, each with its own world of ranks) take part in a training
-step: the quorum. The leader of each replica is its client.
-
 Messages travel over framed streams (:mod:`ft.net.framed`), and not over the control plane's control channel, for two
 reasons. That channel cannot report a broken connection, which is the first sign of a leader's death. It also needs
 torch, whose import would take most of the time until a killed server has a successor. Nothing is kept on disk but the
@@ -62,11 +59,6 @@ class Given:
 
 class Server(Dispatch):
     """The dispatch with its I/O: sockets, files and the clock.
-
-    Args:
-        run_dir: directory of the whole run.
-        secret: token of the run.
-        given: arguments of the process.
 
     Raises:
         UserError: the server cannot listen at the address.

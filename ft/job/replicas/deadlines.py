@@ -1,8 +1,4 @@
-"""Timeouts of a replica: for its gradient rings, and for replicas that fetch state.
-
-The members of a step are connected in all-reduce rings; a replica that returns after a failure fetches its state from
-the others during a step.
-"""
+"""Timeouts of a replica: for its gradient rings, and for replicas that fetch state during a step."""
 
 import statistics
 from collections import deque

@@ -24,7 +24,7 @@ SAVE_INTERVAL = "FT_SPARE_SAVE_INTERVAL"
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replica options of a run. A replica is a full copy of the model with its own world of ranks.
+    """Replica options of a run.
 
     Attributes:
         count: number of replicas of the run.
@@ -154,7 +154,6 @@ def read(
     """Check the parsed flags and fill in defaults.
 
     Args:
-        given: the parsed flags of ``ft run``.
         place_stacks: called with the number of replicas and the redundancy if SPARe is enabled; raises UserError if the
             shard types cannot be placed on the replicas.
         read_plan: called with the file of ``--ft-spare-plan`` and the number of replicas; returns the plan, and raises
@@ -227,9 +226,6 @@ def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
 
 def save_interval(environment: Mapping[str, str]) -> int:
     """Return the steps between two checkpoints for ``--save-interval auto``.
-
-    Args:
-        environment: environment variables of a worker.
 
     Raises:
         UserError: the run has no plan.

@@ -1,9 +1,4 @@
-"""Host of the quorum server: one launcher of the run keeps its process alive; another launcher takes over when it is
-lost.
-
-The quorum server decides which replicas take part in a training step. A launcher is the process of
-``ft run --ft-hsdp-replicas`` on one node.
-"""
+"""Host of the quorum server: one launcher of the run keeps it alive; another one takes over when that one is lost."""
 
 import contextlib
 import json
@@ -38,11 +33,7 @@ class QuorumHost:
     A server that dies is restarted at once: it keeps no state, and its clients find the new server.
 
     Args:
-        supervisor: supervisor of the launcher's child processes.
-        run_dir: directory of the run.
-        name: name of this launcher.
         turn: number of launchers that take over before this one.
-        options: options of the server.
         say: called with messages for the console.
         timeouts: timeouts of the run, for the lease.
     """

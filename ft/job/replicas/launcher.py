@@ -164,7 +164,6 @@ class Watch:
     """Reads the state of the run every 0.3 s, in a thread.
 
     Args:
-        run_dir: directory of the run.
         folders: replica -> its folder, for the replicas to watch.
         leads: the replicas whose first node is this one.
         company: gets looks at other replicas when one of these takes a look.
@@ -232,11 +231,7 @@ class Launcher:
 
     Args:
         supervisor: supervisor of the launcher's child processes, with its event loop.
-        run_dir: directory of the run.
-        members: the replicas of this node.
         host: host of the quorum server, not begun yet.
-        console: console of the launcher.
-        replicas: number of replicas of the run.
         least: number of replicas that the run needs.
         place: this node's place in a run with standby nodes, None in other runs.
         members_of: returns the members of a place, to start them there.

@@ -23,11 +23,6 @@ class Marks:
 def put(run_dir: Path, replica: int, mark: str) -> None:
     """Mark how a replica has ended.
 
-    Args:
-        run_dir: directory of the run.
-        replica: number of the replica.
-        mark: GIVEN_UP, or how it has finished (``ft.job.replicas.policy.ENDS``).
-
     Raises:
         OSError: the folder cannot be written.
     """

@@ -54,9 +54,7 @@ def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int, standby_nod
 
     Args:
         node_rank: index of the node in the run; the last ``standby_nodes`` nodes run standbys only.
-        nnodes: number of nodes of the run.
         nproc: workers on each node.
-        replicas: number of replicas of the run.
         standby_nodes: number of nodes that run standbys only.
 
     Raises:
@@ -90,7 +88,6 @@ def devices_of(part: Part, visible: str | None, count: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for the replica's workers, whose local ranks begin at 0; None: leave it unchanged.
 
     Args:
-        part: the part of the replica on this node.
         visible: CUDA_VISIBLE_DEVICES of the node itself, None if it is not set.
         count: number of devices that torch sees on the node.
     """
@@ -108,10 +105,7 @@ def plan_faults(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: in
     of replica 1. A fault that hits a node or a control plane without this key gets a random replica.
 
     Args:
-        specs: the faults that were asked for.
-        replicas: number of replicas.
         shape: any part of a replica; all replicas have the same shape.
-        seed: seed of the random choices.
 
     Raises:
         UserError: a victim does not exist.

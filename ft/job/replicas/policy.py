@@ -115,7 +115,6 @@ def judge(
         views: replica -> its view, for the replicas of this launcher.
         finished_s: seconds since the first replica of the run finished, None if none has.
         lost: replicas of the whole run that were given up.
-        replicas: number of replicas of the run.
         least: number of replicas that the run needs.
         ending: replicas that were already asked to end.
     """

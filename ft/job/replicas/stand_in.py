@@ -1,10 +1,10 @@
 """Standby nodes that take the places of lost nodes, in any replica of the run.
 
-A place is a node's index in the run (its node rank), with the parts of replicas that belong to it; a replica is a full
-copy of the model. The launcher of a node holds the lease of its place. A standby node first serves the replica that it
-is a part of, whose control plane gives its workers the logical ranks of a lost node. When another replica cannot train
-because the launcher of one of its nodes is lost, a standby node that is not needed claims that node's place, and its
-launcher starts the agents of that place instead of its own.
+A place is a node's index in the run (its node rank), with the parts of replicas that belong to it. The launcher of a
+node holds the lease of its place. A standby node first serves the replica that it is a part of, whose control plane
+gives its workers the logical ranks of a lost node. When another replica cannot train because the launcher of one of its
+nodes is lost, a standby node that is not needed claims that node's place, and its launcher starts the agents of that
+place instead of its own.
 """
 
 import contextlib
@@ -74,7 +74,6 @@ class Lookout:
     """Watches the places of the run for a standby node, in a thread: the launcher never waits for a file system.
 
     Args:
-        run_dir: directory of the run.
         mine: the standby node's parts of its own replicas.
         place: the standby node's own place.
         replicas_of: place -> its replicas, for all other places of the run.
@@ -151,7 +150,6 @@ class Place:
     """The place of this launcher, and its lease.
 
     Args:
-        name: name of this launcher.
         lookout: watches the other places; None for a node that is no standby node.
     """
 

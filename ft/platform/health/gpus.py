@@ -105,7 +105,6 @@ class Gpus:
     """Reads the GPUs of this node. Used by one thread.
 
     Args:
-        nvml: the module ``pynvml``, or None.
         root: root of the file tree, normally "/"; the driver names its GPUs there.
     """
 
