@@ -43,7 +43,7 @@ setup(
     packages=find_namespace_packages(include=["ft", "ft.*", "megatron.ft_trainer*", "megatron.patches*"]),
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["ft = ft.cli:main"]},
-    package_data={"ft.show": ["*.html"], "ft.lab.plan.goodput.histories": ["*.csv", "*.txt"]},
+    package_data={"ft.show": ["*.html"], "ft.lab.plan.goodput.histories": ["*.csv"]},
     ext_modules=[digests],
     install_requires=[
         # The releases that have been run; docs/megatron-compatibility.md says with what.

@@ -55,7 +55,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.ft_trainer.data.indexed import read_sidecar
+from megatron.ft_trainer.data.tokenizer import read_sidecar
 
 run, corpus, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 

@@ -7,12 +7,17 @@ layout of the training run was.
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ft.base.errors import UserError
 from megatron.ft_trainer.logging.quiet import quieten
+
+if TYPE_CHECKING:
+    from megatron.ft_trainer.restore import Trained
 
 
 def main(argv: list[str]) -> int:
@@ -38,24 +43,36 @@ def write_text(arguments: argparse.Namespace) -> None:
 
     patches.apply()
     from megatron.ft_trainer.initialize import destroy
-    from megatron.ft_trainer.restore import generate, load_for_inference
+    from megatron.ft_trainer.restore import load_for_inference
 
     trained = load_for_inference(arguments.load)
-    prompt = trained.tokenizer.tokenize(arguments.prompt)
-    if not prompt:
+    ids = trained.tokenizer.tokenize(arguments.prompt)
+    if not ids:
         raise UserError("the prompt has no tokens", "give --prompt some text")
-    drawn = generate(
-        trained.chunk,
-        prompt,
-        vocab_size=trained.tokenizer.vocab_size,
-        window=trained.options.data.seq_length,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    )
-    until_end = itertools.takewhile(lambda token: token != trained.tokenizer.eod, drawn)
-    print(trained.tokenizer.detokenize([*prompt, *itertools.islice(until_end, arguments.tokens)]))
+    for token in itertools.islice(drawn(trained, ids, arguments), arguments.tokens):
+        if token == trained.tokenizer.eod:
+            break
+        ids.append(token)
+    print(trained.tokenizer.detokenize(ids))
     destroy()
+
+
+def drawn(trained: "Trained", ids: list[int], arguments: argparse.Namespace) -> Iterator[int]:
+    """Yield tokens, each drawn by a whole GPT (one stage, no tensor parallelism) as the one that follows ``ids``."""
+    import torch
+
+    generator = torch.Generator().manual_seed(arguments.seed)
+    while True:
+        context = torch.tensor([ids[-trained.options.data.seq_length :]], dtype=torch.long).cuda()
+        positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
+        with torch.no_grad():
+            # ids from the end of the vocabulary on are padding of the embedding
+            logits = trained.chunk(context, positions, None)[0, -1, : trained.tokenizer.vocab_size].float().cpu()
+        if arguments.top_k:
+            least = logits.topk(min(arguments.top_k, logits.numel())).values[-1]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        odds = torch.softmax(logits / (arguments.temperature or 1), dim=-1)
+        yield int(torch.multinomial(odds, 1, generator=generator) if arguments.temperature else logits.argmax())
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def draw(steps: list[dict], arguments: argparse.Namespace) -> None:
 
 
 def unigram_entropy(prefix: str) -> float:
-    from megatron.ft_trainer.data.indexed import read_sidecar
+    from megatron.ft_trainer.data.tokenizer import read_sidecar
 
     sidecar = read_sidecar(prefix)
     if sidecar is None:

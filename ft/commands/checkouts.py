@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from megatron.ft_trainer.arguments.needs import Need
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
-_SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
-_SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.PROFILE, table.STAGES, table.REPLICAS, table.STACKS)
 
 
 def is_checkout(script: "Script") -> bool:
@@ -179,11 +177,9 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
     except UserError as error:
         return None, error.problems
     theirs = _without_reruns(script, theirs, options, replicas)
-    found = [
-        *_misplaced(script, theirs),
-        *refusals.of_flags(theirs),
-        *_unsupported(script, options, replicas, bool(own)),
-    ]
+    found = [*_misplaced(script, theirs), *refusals.of_flags(theirs)]
+    if own and not replicas and not any(entry.flags for entry in table.asked_for(options, {})):
+        found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
     if metrics is not None and replicas:
         found.append(LOSES_LINES)
     if found or world_size is None:
@@ -302,22 +298,6 @@ LOSES_LINES: Problem = (
     "--metrics-file is one file, and each replica would write it",
     "drop it: each replica writes metrics.jsonl in its own folder",
 )
-
-
-def _unsupported(script: "Script", options: FaultToleranceOptions, replicas: int, has_flags: bool) -> list[Problem]:
-    environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
-    asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
-    what, fix = "a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}"
-    if _is_installed(script):
-        what, fix = "NVIDIA's trainer", f"add {tree.REFERENCE}, whose trainer it protects"
-    found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect {what}", fix)
-        for entry in asked
-        if entry.name not in _SUPPORTED
-    ]
-    if not asked and has_flags:
-        found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
-    return found
 
 
 _SIZES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}

@@ -28,7 +28,7 @@ _NICENESS = 10
 
 
 class _Notes:
-    """Prints what happened to strangers on standard error, at a limited rate, so that they cannot fill a disk."""
+    """Prints on standard error why connections were refused, at a limited rate, so that no log fills a disk."""
 
     def __init__(self, name: str):
         self._name, self._noted, self._lock = name, deque[float](), threading.Lock()

@@ -69,26 +69,6 @@ class DataShare(Protocol):
         """Return how many samples the dataset needs for ``steps`` steps of ``batch`` samples each."""
 
 
-class ModelEnds(Protocol):
-    """Which pipeline stages have the embedding and the output layer, where these are not only the first and the last.
-
-    Attributes:
-        embeds: whether this stage has the embedding.
-        heads: whether this stage has the output layer.
-        holds_copy: whether this stage's embedding or output layer is the copy of another stage's.
-    """
-
-    embeds: bool
-    heads: bool
-    holds_copy: bool
-
-    def built(self, chunk: torch.nn.Module) -> None:
-        """Prepare a new model chunk of this rank before it is wrapped for data parallelism. All ranks call it."""
-
-    def connected(self, chunk: torch.nn.Module) -> None:
-        """Handle the wrapped chunk, after the callbacks for megatron-core's schedules are set on it."""
-
-
 class Trainer(Protocol):
     """What a trainer offers to layers: the state to protect, and operations on the run.
 
@@ -277,7 +257,6 @@ class Protection:
             and other wrong values.
         is_given_state: this rank receives its state from others and loads nothing. Set once a session exists.
         draws_weights: the model's weights are initialized randomly although the state is given.
-        replicates_ends: the first two stages have the embedding, and the last two have the output layer.
         divides_steps: other worlds compute parts of every step, so this world must not repeat a part by itself.
     """
 
@@ -286,7 +265,6 @@ class Protection:
     intercepts_operators = False
     is_given_state = False
     draws_weights = False
-    replicates_ends = False
     divides_steps = False
 
     def __init__(self, asked: Asked):
@@ -305,10 +283,6 @@ class Protection:
 
     def connected(self, session: Session | None) -> None:
         """Handle the creation of the process groups. ``session``: this worker's place in ``ft run``, None outside."""
-
-    def ends(self) -> ModelEnds | None:
-        """Return which stages have embedding and output layer; None: the first and the last. All ranks call it."""
-        return None
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:
         """Return the part of the training data that the ranks of this world read; None: all of it.

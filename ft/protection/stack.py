@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ft.protection.contract import Asked, DataShare, Layer, ModelEnds, Protection, Trainer, Update
+from ft.protection.contract import Asked, DataShare, Layer, Protection, Trainer, Update
 from ft.protection.table import ProtectionEntry, asked_for
 from ft.worker.session import Session
 from megatron.patches import instances
@@ -78,7 +78,7 @@ class Protections:
     """The protections that a run asks for, the outermost first.
 
     Attributes:
-        joins_run, replicates_ends, intercepts_operators, divides_steps: whether this is so of any protection; see
+        joins_run, intercepts_operators, divides_steps: whether this is so of any protection; see
             :class:`ft.protection.contract.Protection`.
         session: this worker's place in ``ft run``; None before ``connected``, and outside.
         outcome: returns how training has ended; see :meth:`ends_as`.
@@ -88,7 +88,6 @@ class Protections:
         self._protections, self.entries = tuple(protections), tuple(entries)
         self.features = frozenset[str]().union(*(each.features for each in self._protections))
         self.joins_run = any(each.joins_run for each in self._protections)
-        self.replicates_ends = any(each.replicates_ends for each in self._protections)
         self.intercepts_operators = any(each.intercepts_operators for each in self._protections)
         self.divides_steps = any(each.divides_steps for each in self._protections)
         self.session: Session | None = None
@@ -125,10 +124,6 @@ class Protections:
     def draws_weights(self) -> bool:
         """Return whether the model is built with randomly initialized weights."""
         return not self.is_given_state or any(each.draws_weights for each in self._protections)
-
-    def ends(self) -> ModelEnds | None:
-        """Return which stages have embedding and output layer; None: the first and the last. All ranks call it."""
-        return next((found for each in self._protections if (found := each.ends()) is not None), None)
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:
         """Return the part of the training data to read; None: all of it. See :meth:`Protection.share`."""

@@ -203,9 +203,9 @@ MODES: list[Mode] = [
     ),
     Mode(
         ("--fp8-format",),
-        _SENDING,
-        "with delayed scaling (--fp8-recipe delayed, the default) the layers keep scales of earlier steps, which no "
-        "copy of the state has, and which an interrupted step changes",
+        (REPLICAS, STAGES),
+        "with delayed scaling (--fp8-recipe delayed, the default) the layers keep scales of earlier steps, which "
+        "differ between replicas, and which no other stage has",
         "add --fp8-recipe tensorwise, or another one without a history",
         beside={"--fp8-recipe": ("", "delayed")},
     ),

@@ -77,6 +77,7 @@ class TrainingState(capture.Capture):
 
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
+        self._scales.abandon_step()
 
     def publish_parameters(self, live: Collection[int] = ()) -> None:
         """Copy the optimizer's main parameters to the model parameters. All ranks have to call it.

@@ -2,11 +2,13 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter
 
+from ft.base.errors import UserError
 from ft.show import palette
 
 WIDTH_IN, DPI = 12.0, 150
@@ -43,6 +45,19 @@ def as_png(figure: Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, dpi=DPI, format="png")
     return content.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture, as PNG, SVG or PDF by the ending of its path.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=DPI, format=path.suffix[1:] or None)
+    except (OSError, ValueError) as error:
+        fix = "give --plot a path in a folder, with the ending .png, .svg or .pdf"
+        raise UserError(f"the picture {path} cannot be written: {error}", fix) from error
 
 
 def plain(axes, title: str, pad: int = 6) -> None:

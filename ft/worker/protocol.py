@@ -18,18 +18,8 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import (
-    Close,
-    Finish,
-    Inherit,
-    Look,
-    Open,
-    Seat,
-    WorkerDone,
-    WorkerFailed,
-    WorkerReady,
-    WorkerSuspects,
-)
+from ft.job.messages import Close, Finish, Inherit, Look, Open, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
+from ft.job.parts import Seat
 from ft.worker.progress import Progress
 
 AGENT_LOST = 70

@@ -242,10 +242,14 @@ class Session(protocol.Member):
     def enter(self, opened: Open) -> None:
         self.admission.stop()
         self.server.stock.own.spare = self.memory.take() or self.server.stock.own.spare
+        is_new = self.rank < 0
         with self._lock:
             super().enter(opened)
             if not self.closed:
                 self._left.clear()
+        holders = opened.copies.get(self.rank, ()) if is_new else ()
+        if addresses := {rank: self.seats[rank].address for rank in holders if rank not in opened.joiners}:
+            self.server.fetch_ahead(self.rank, self.epoch, addresses)
 
     def take_device(self, select: Callable[[int], None]) -> None:
         """Select this worker's device with ``select(local rank)``.

@@ -42,12 +42,8 @@ def init_process_group(options: CoreOptions, launch: Launch) -> None:
     )
 
 
-def init_model_parallel(options: CoreOptions, layout: Layout, *, replicates_ends: bool = False) -> None:
-    """Make megatron-core's process groups for ``layout``.
-
-    ``replicates_ends``: with CheckFree+ the first two stages have the embedding and the last two the output layer, so
-    that the embedding group of megatron-core contains these four stages.
-    """
+def init_model_parallel(options: CoreOptions, layout: Layout) -> None:
+    """Make megatron-core's process groups for ``layout``."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -59,12 +55,7 @@ def init_model_parallel(options: CoreOptions, layout: Layout, *, replicates_ends
         distributed_timeout_minutes=options.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=options.create_gloo_process_groups,
-        get_embedding_ranks=_both_ends if replicates_ends else None,
     )
-
-
-def _both_ends(pipeline: list[int]) -> list[int]:
-    return [*pipeline[:2], *pipeline[-2:]]
 
 
 _STEP_SEEDS = 1_000_003

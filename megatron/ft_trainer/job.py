@@ -27,7 +27,6 @@ class Job:
 
     options: Options
     layout: Layout
-    padded_vocab_size: int
     trainee: Trainee
     state: TrainState
     train_loaders: Loaders | None

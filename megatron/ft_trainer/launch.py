@@ -2,6 +2,7 @@
 once.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -90,7 +91,7 @@ def launch_plain(options: Options, layout: Layout, place: Launch, protections: P
         init_process_group(options.core, place)
     except UserError as error:
         return report(error, place.rank)
-    notice = FailureNotice(place.rank)
+    notice = FailureNotice()
     try:
         protections.connected(None)
         pretrain(options, layout, protections)
@@ -112,39 +113,26 @@ EXIT_CODE = 1
 
 
 class FailureNotice:
-    """A key in the job's TCPStore that the first failing rank sets and all other ranks watch.
+    """A key in the job's TCPStore that the first failing rank sets, and at which all other ranks end.
 
-    A thread of each rank polls the key every POLL_S seconds, and ends the process when the key is set. This object has
-    its own connection to the store of ``init_process_group``, because torch's connection is busy whenever the trainer
-    creates a process group. If the connection fails, the node that hosts the store is lost, and this rank ends too.
+    A thread of each rank polls it, over a connection of its own, because torch's is busy whenever the trainer creates a
+    process group. If the connection fails, the node that hosts the store is lost, and this rank ends too.
     """
 
-    def __init__(self, rank: int):
-        self._rank = rank
-        self._store = dist.PrefixStore(
-            f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            dist.TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=30),
-            ),
-        )
+    def __init__(self):
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        own = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+        self._store = dist.PrefixStore(f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", own)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure-notice", daemon=True)
         self._thread.start()
 
     def claim(self) -> bool:
-        """Set the key. Return True on the first rank that does so: its error is the cause of the others' errors.
-
-        Return False if the store cannot be reached.
-        """
+        """Set the key. Return True on the first rank that does so: its error is the cause of the others' errors."""
         self._stop.set()
-        try:
+        with contextlib.suppress(RuntimeError):  # the store cannot be reached
             return self._store.add("claims", 1) == 1
-        except RuntimeError:
-            return False
+        return False
 
     def close(self) -> None:
         self._stop.set()
@@ -152,10 +140,9 @@ class FailureNotice:
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
-            try:
+            failed = True
+            with contextlib.suppress(RuntimeError):
                 failed = self._store.check(["claims"])
-            except RuntimeError:
-                failed = not self._stop.is_set()
             if failed and not self._stop.is_set():
                 os._exit(EXIT_CODE)
 

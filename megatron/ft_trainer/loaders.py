@@ -74,6 +74,5 @@ def _loader(options: Options, layout: Layout, dataset, consumed: int) -> Microba
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=layout.dp,
         consumed_samples=consumed,
-        num_workers=options.data.num_workers,
         pin_memory=True,
     )

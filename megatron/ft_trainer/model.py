@@ -5,6 +5,7 @@ A field of a configuration gets the value of the option of the same name. The co
 follow from other options, and those that depend on this process (whether it has a GPU, Transformer Engine, Apex).
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from ft.base.errors import UserError
-from ft.protection.contract import ModelEnds
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.activations import squared_relu
@@ -50,8 +50,15 @@ def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
         **_kernels(options),
         **_parallelism(options, layout),
     }
-    try:
+    with judged_by_core():
         return config(**{name: value for name, value in given.items() if name in {f.name for f in fields(config)}})
+
+
+@contextmanager
+def judged_by_core() -> Iterator[None]:
+    """In this context, what megatron-core rejects is a UserError with its words."""
+    try:
+        yield
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(f"megatron-core refuses this configuration: {error}", "change the flags it names") from error
 
@@ -101,7 +108,6 @@ def _network(options: Options) -> dict[str, Any]:
         "fp8_param": c.fp8_param_gather,
         "fp4_param": getattr(c, "fp4_param_gather", False),  # megatron-core has it since 0.17
         "inference_sampling_seed": options.training.seed,
-        "calculate_per_token_loss": c.calculate_per_token_loss,
     }
     if c.swiglu:
         found |= {"activation_func": F.silu, "gated_linear_unit": True}
@@ -132,7 +138,6 @@ def _kernels(options: Options) -> dict[str, Any]:
         "apply_rope_fusion": use_te and c.apply_rope_fusion and c.position_embedding_type == "rope",
         "persist_layer_norm": has_apex and c.persist_layer_norm,
         "gradient_accumulation_fusion": accumulates and c.gradient_accumulation_fusion,
-        "use_cpu_initialization": bool(c.use_cpu_initialization),
     }
 
 
@@ -140,12 +145,7 @@ def _parallelism(options: Options, layout: Layout) -> dict[str, Any]:
     c, dtype = options.core, params_dtype(options)
     overlaps = layout.vpp is not None and c.overlap_p2p_comm
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
         "num_layers_in_first_pipeline_stage": c.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": c.decoder_last_pipeline_num_layers,
         "cp_comm_type": c.cp_comm_type[0] if len(c.cp_comm_type) == 1 else c.cp_comm_type,
@@ -201,7 +201,6 @@ def build(
     padded_vocab_size: int,
     *,
     initialize: bool = True,
-    ends: ModelEnds | None = None,
     verified: bool = False,
 ) -> Trainee:
     """Build model, optimizer and schedule on this rank. The process groups must exist.
@@ -212,18 +211,13 @@ def build(
         padded_vocab_size: vocabulary size, padded for tensor parallelism.
         initialize: whether to initialize the weights; if not, the weights are undefined, which is sufficient on a rank
             that receives its weights from others.
-        ends: whether this stage has embedding and output layer; None: the first and the last stage have.
         verified: whether a protection verifies operators; then gradients are not checked for NaN during the backward
             pass, because a NaN may come from a computation error that the protection corrects.
     """
-    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, ends=ends)
-    if ends is not None:
-        ends.built(chunks[0])
+    config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize)
     chunks = _in_data_parallel(options, config, chunks, verified)
     optimizer = build_optimizer(options, chunks)
     _connect(options, config, chunks, optimizer)
-    if ends is not None:
-        ends.connected(chunks[0])
     return Trainee(config, chunks, optimizer, build_scheduler(options, optimizer))
 
 
@@ -233,20 +227,18 @@ def build_model(
     padded_vocab_size: int,
     *,
     initialize: bool = True,
-    ends: ModelEnds | None = None,
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Return the configuration and the model chunks of this rank, on its device and in the training precision.
 
     The arguments are those of :func:`build`.
     """
     config = transformer_config(options, layout)
-    if ends is not None and ends.embeds and ends.holds_copy and not options.core.untie_embeddings_and_output_weights:
-        config.embedding_init_method = _zero  # core sums all copies of a tied weight to make them equal
     if not initialize:
         # Not perform_initialization=False: this also skips the marks on tensor-parallel parameters, and without these
         # marks core counts their gradients wrongly in the norm.
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave_as_it_is
-    chunks = _gpt_chunks(options, layout, config, padded_vocab_size, ends)
+    with judged_by_core():
+        chunks = _gpt_chunks(options, layout, config, padded_vocab_size)
     for chunk in chunks:
         for param in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -254,10 +246,6 @@ def build_model(
     if options.core.fp16 or options.core.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return config, chunks
-
-
-def _zero(weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.init.zeros_(weight)
 
 
 def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
@@ -293,24 +281,18 @@ def _prediction_spec(options: Options, config: TransformerConfig, vp_stage: int 
     return specs.get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=use_te, vp_stage=vp_stage)
 
 
-def _gpt_chunks(
-    options: Options, layout: Layout, config: TransformerConfig, vocab_size: int, ends: ModelEnds | None
-) -> list[GPTModel]:
+def _gpt_chunks(options: Options, layout: Layout, config: TransformerConfig, vocab_size: int) -> list[GPTModel]:
     m = options.core
     chunks = []
     for index in range(layout.vpp or 1):
         vp_stage = index if layout.vpp else None
-        embeds = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        heads = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        if ends is not None:
-            embeds, heads = ends.embeds, ends.heads
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=_layer_spec(options, config, vp_stage),
             vocab_size=vocab_size,
             max_sequence_length=m.max_position_embeddings,
-            pre_process=embeds,
-            post_process=heads,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
             position_embedding_type=m.position_embedding_type,
             rotary_percent=m.rotary_percent,
@@ -366,7 +348,8 @@ def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
     """Return the optimizer over all chunks of this rank."""
     given = same_names(OptimizerConfig, options)
     given |= {"lr": options.core.lr or 0.0, "params_dtype": params_dtype(options)}
-    config = OptimizerConfig(**given)
+    with judged_by_core():
+        config = OptimizerConfig(**given)
     return optimizer_of(config, chunks, with_gloo=options.core.create_gloo_process_groups)
 
 

@@ -24,8 +24,7 @@ from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.initialize import compile_fused_functions, init_model_parallel, seed_everything
 from megatron.ft_trainer.job import Job, load, say
 from megatron.ft_trainer.loaders import make_loaders
-from megatron.ft_trainer.logging.figures import count_parameters, startup_summary
-from megatron.ft_trainer.logging.runlog import RunLog
+from megatron.ft_trainer.logging.runlog import RunLog, count_parameters, startup_summary
 from megatron.ft_trainer.loop import evaluate, train
 from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.trainer import JobTrainer
@@ -44,16 +43,13 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     """
     started = time.monotonic()
     protections = protections or Protections()
-    init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
+    init_model_parallel(options.core, layout)
     job = assemble(options, layout, started, protections)
     trainer = JobTrainer(job)
     job.protection = protections.stack(trainer)
     protections.ends_as(lambda: outcome(job, trainer))
     with job.log, job.exits:
         job.protection.run_with_recovery(lambda: run(job))
-    for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
-        for loader in filter(None, loaders or []):
-            loader.close()
     job.checkpointer.close()
     return job.state
 
@@ -83,7 +79,6 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         layout,
         vocab_size,
         initialize=protections.draws_weights,
-        ends=protections.ends(),
         verified=protections.intercepts_operators,
     )
     if not is_given_state:
@@ -113,7 +108,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)
     verified = protections.intercepts_operators
-    return Job(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, verified=verified)
+    return Job(options, layout, trainee, state, *loaders, checkpointer, log, exits, verified=verified)
 
 
 def run(job: Job) -> None:

@@ -15,7 +15,6 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.ft_trainer.job import Job
 from megatron.ft_trainer.loaders import Loaders
-from megatron.ft_trainer.logging.figures import step_flops
 from megatron.ft_trainer.logging.runlog import StepReport
 from megatron.patches import step_state
 from megatron.patches.releases import batch_of_this_context_rank
@@ -135,9 +134,7 @@ def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
 
 
 def _report(job: Job, update: Update, seconds: float) -> StepReport:
-    options = job.options
-    tokens = update.samples * options.data.seq_length
-    flops = step_flops(options.core, options.data.seq_length, job.padded_vocab_size, update.samples)
+    tokens = update.samples * job.options.data.seq_length
     return StepReport(
         step=job.state.step,
         loss=update.loss,
@@ -147,7 +144,6 @@ def _report(job: Job, update: Update, seconds: float) -> StepReport:
         global_batch_size=update.samples,
         step_time_s=seconds,
         tokens_per_s=tokens / seconds,
-        tflops_per_gpu=flops / seconds / job.layout.world_size / 1e12,
         loss_scale=job.trainee.optimizer.get_loss_scale().item(),
         skipped=not update.applied,
         num_zeros=update.num_zeros,

@@ -34,7 +34,8 @@ class Patch:
         when: ALWAYS, ON_CPU (on a machine without CUDA), PROTECTED (in each worker of a protected run), IN_WARM_POOL
             (while a node's pool of warm standbys imports packages), or the feature that needs it (WITH_REPLICAS, ...).
         kind: "core" (megatron-core), "torch" or "te" (Transformer Engine).
-        signatures: the signatures, without annotations, that the original may have; empty if it is not a function.
+        signatures: the signatures, without annotations, that the original may have; empty if it is not a function, or
+            if any will do.
         added: the patch defines the symbol if core lacks it.
         checked_on: the versions that the patch was tried on or checked against: of torch for the kind "torch",
             otherwise of megatron-core.
@@ -390,6 +391,32 @@ _SWAPPED_ENDS = (
             "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
             "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
         ),
+    ),
+    *(
+        Patch(f"megatron.core.{module}", symbol, why, "swapped_pipeline", WITH_SWAPPED_ENDS, signatures=signatures)
+        for module, symbol, why, signatures in (
+            (
+                "parallel_state",
+                "initialize_model_parallel",
+                "the first two and the last two stages share the embedding's weight, if it is tied (CheckFree+)",
+                (),
+            ),
+            (
+                "models.gpt.gpt_model",
+                "GPTModel.__init__",
+                "the first two stages have the embedding, and the last two the output layer (CheckFree+)",
+                (),
+            ),
+            *(
+                (
+                    "parallel_state",
+                    f"is_pipeline_{end}_stage",
+                    f"another stage is the {end} one for half of the microbatches (CheckFree+)",
+                    ("(ignore_virtual=True, vp_stage=None)",),
+                )
+                for end in ("first", "last")
+            ),
+        )
     ),
 )
 

@@ -4,16 +4,11 @@ All other code is written as if there were a single release. Each function names
 difference. Megatron-core is called "core" here.
 """
 
-from pathlib import Path
-
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ft.base.errors import UserError
 from megatron.core import package_info, parallel_state
 from megatron.core import utils as core_utils
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 
@@ -46,26 +41,6 @@ def backward_step(taken, output, gradient, kind, config):
     if CORE >= (0, 17):
         return schedules.backward_step(taken, output, gradient, config)
     return schedules.backward_step(taken, output, gradient, kind, config)
-
-
-def load_strategy(path: Path):
-    """Return core's strategy for reading the sharded checkpoint in the folder ``path``.
-
-    From 2.15 on, torch lists strides among the properties of a stored tensor; core up to 0.19 passes all properties to
-    ``torch.empty``, which accepts no strides. They are removed here: core reads shapes and types only.
-    """
-    strategy = get_default_load_sharded_strategy(str(path))
-    describe = strategy.load_tensors_metadata
-
-    def describe_without_strides(folder, metadata=None):
-        metadata = metadata or FileSystemReader(folder).read_metadata()
-        for stored in metadata.state_dict_metadata.values():
-            if isinstance(stored, TensorStorageMetadata):
-                vars(stored.properties).pop("strides", None)
-        return describe(folder, metadata)
-
-    strategy.load_tensors_metadata = describe_without_strides
-    return strategy
 
 
 def clear_cached_collective_results(optimizer) -> None:

@@ -1,12 +1,20 @@
-"""Replaces megatron-core's 1F1B pipeline schedule for CheckFree+ (CheckFree, section 4.3).
+"""The model and the 1F1B pipeline schedule of megatron-core for CheckFree+ (CheckFree, section 4.3).
 
 CheckFree+ trains half of the microbatches with the first two and the last two pipeline stages swapped, so that a lost
-first or last stage can be rebuilt from its neighbour. Training steps run a schedule that was planned for this;
-evaluation runs core's own schedule.
+first or last stage can be rebuilt from its neighbour. The first two stages have the embedding and the last two the
+output layer. A trainer does not notice: core's model is built so, and core's answers to "is this stage the first one?"
+and "is it the last one?" are those for the microbatch, or for the datasets, that the trainer asks about.
+
+Training steps run a schedule that was planned for this; evaluation runs core's own schedule.
 """
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,30 +22,104 @@ from megatron.patches.replace import wrap
 
 _MODULE, _NAME = "megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"
 
+
+class Ends(Protocol):
+    """What this stage has of embedding and output layer.
+
+    Attributes:
+        embeds: whether it has the embedding.
+        heads: whether it has the output layer.
+        holds_copy: whether its embedding or output layer is the copy of another stage's.
+    """
+
+    embeds: bool
+    heads: bool
+    holds_copy: bool
+
+    def built(self, model: torch.nn.Module) -> None:
+        """Handle a new model of core. All ranks call it."""
+
+
+_make: Callable[[], Ends] | None = None
+_ends: Ends | None = None
+_place: tuple[bool, bool] | None = None
 _run: Callable[..., Any] | None = None
 _plainly: Callable[[Callable[[], Any]], Any] | None = None
 
 
 def apply() -> None:
-    """Replace core's schedule; without :func:`use`, the replacement runs core's schedule."""
+    """Replace what :func:`build_with` and :func:`use` change; without them, the replacements do what core does."""
+    groups = "megatron.core.parallel_state"
     wrap(_MODULE, _NAME, _forward_backward)
+    wrap(groups, "initialize_model_parallel", _initialize)
+    wrap(groups, "is_pipeline_first_stage", partial(_answer, 0))
+    wrap(groups, "is_pipeline_last_stage", partial(_answer, 1))
+    wrap("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", _build)
 
 
-def use(run: Callable[..., Any] | None, plainly: Callable[[Callable[[], Any]], Any] | None = None) -> None:
+def build_with(make: Callable[[], Ends]) -> None:
+    """Build the model with embedding and output layer on two stages each.
+
+    Args:
+        make: called on all ranks when core's process groups exist.
+    """
+    global _make
+    _make = make
+
+
+def use(run: Callable[..., Any], plainly: Callable[[Callable[[], Any]], Any]) -> None:
     """Set the functions that execute training iterations and evaluation.
 
     Args:
-        run: gets core's keyword arguments for data, model and sizes, and the process groups as ``groups``. None: core's
-            schedule executes training, too.
+        run: gets core's keyword arguments for data, model and sizes, and the process groups as ``groups``.
         plainly: gets a function that runs core's schedule.
     """
     global _run, _plainly
     _run, _plainly = run, plainly
 
 
-def used() -> tuple[Callable[..., Any] | None, Callable[[Callable[[], Any]], Any] | None]:
-    """Return the arguments of the last call of ``use``."""
-    return _run, _plainly
+@contextmanager
+def placed(*, first: bool, last: bool) -> Iterator[None]:
+    """In this context, this stage is the ``first`` or the ``last`` one, or neither, for whoever asks core."""
+    global _place
+    before, _place = _place, (first, last)
+    try:
+        yield
+    finally:
+        _place = before
+
+
+def reading() -> AbstractContextManager[None]:
+    """Return a context in which a stage that has an embedding is the first one, and one that has an output layer the
+    last one: it needs the datasets that these read.
+    """
+    return nullcontext() if _ends is None else placed(first=_ends.embeds, last=_ends.heads)
+
+
+def _initialize(by_core: Callable[..., None], *args: Any, **given: Any) -> None:
+    """Make core's process groups. The embedding group, in which tied weights are summed, has four stages."""
+    global _ends
+    if _make is None:
+        by_core(*args, **given)
+        return
+    by_core(*args, **{**given, "get_embedding_ranks": lambda pipeline: [*pipeline[:2], *pipeline[-2:]]})
+    _ends = _make()
+
+
+def _answer(end: int, by_core: Callable[..., bool], *args: Any, **given: Any) -> bool:
+    return by_core(*args, **given) if _place is None else _place[end]
+
+
+def _build(by_core: Callable[..., None], *args: Any, **given: Any) -> None:
+    values = inspect.signature(by_core).bind(*args, **given).arguments
+    if _ends is None:
+        by_core(**values)
+        return
+    if _ends.embeds and _ends.holds_copy and values.get("share_embeddings_and_output_weights"):
+        # Core makes all copies of a tied weight equal by summing them.
+        values["config"].embedding_init_method = torch.nn.init.zeros_
+    by_core(**{**values, "pre_process": _ends.embeds, "post_process": _ends.heads})
+    _ends.built(values["self"])
 
 
 def _forward_backward(run_by_core, *, forward_step_func, data_iterator, model, num_microbatches, **others):
@@ -46,7 +128,7 @@ def _forward_backward(run_by_core, *, forward_step_func, data_iterator, model, n
     def by_core() -> Any:
         return run_by_core(**given, num_microbatches=num_microbatches, **others)
 
-    if _run is None:
+    if _run is None or _plainly is None:
         return by_core()
     if others.get("forward_only", False):
         return _plainly(by_core)

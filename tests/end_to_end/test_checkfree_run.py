@@ -90,14 +90,19 @@ def test_two_adjacent_stages_lost_lead_to_the_checkpoint_by_themselves(corpus, t
 
 @pytest.mark.parametrize("phase", ["restore", pytest.param("resume", marks=pytest.mark.long)])
 def test_a_fault_during_a_rebuild_has_it_begun_again(phase, corpus, tmp_path):
-    """All of stage 1 dies; while it is rebuilt, one of its new workers, or a neighbour, does as well."""
+    """All of stage 1 dies; while it is rebuilt, one of its new workers, or a neighbour, does as well.
+
+    That death is planned for either step that the victim may take for the next one, see `lost_stage`.
+    """
     layout = f"{ZERO} --num-layers 3 --pipeline-model-parallel-size 3 --ft-checkfree"
     victim = 3 if phase == "resume" else 4
-    faults = f"{kill(6, 2, 3)},kill@step=6:rank={victim}:phase={phase}"
+    deaths = [f"kill@step={step}:rank={victim}:phase={phase}" for step in (5, 6)]
+    faults = ",".join([kill(6, 2, 3), *deaths])
     done = ft_run(tmp_path / "run", flags(corpus, layout, 16), nproc=6, options=f"--inject {faults}", standby=3)
     check_went_on(done, 16)
-    assert len(done.named("fault_injected")) == 3, done.explain()
-    assert done.named("stage_rebuilt") and {e.step for e in done.named("stage_rebuilt")} == {5}
+    assert len(done.named("fault_injected")) in (3, 4), done.explain()
+    assert {event.detail["stage"] for event in done.named("stage_rebuilt")} >= {1}
+    assert {event.step for event in done.named("stage_rebuilt")} <= {4, 5}
 
 
 WITHOUT_COPIES = "--ft-checkfree --ft-snapshot-peers 0"

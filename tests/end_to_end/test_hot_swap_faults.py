@@ -158,8 +158,8 @@ def test_training_does_not_stop_for_the_control_plane_and_a_fault_in_its_absence
 
 
 def test_strangers_at_every_port_of_a_run_change_nothing(corpus, reference, tmp_path):
-    wanted = flags(corpus, LAYOUT, 60)
-    job = Running(tmp_path / "run", "pretrain_gpt.py", wanted, options="--inject kill@step=30:rank=2")
+    wanted = flags(corpus, LAYOUT, 150)
+    job = Running(tmp_path / "run", "pretrain_gpt.py", wanted, options="--inject kill@step=120:rank=2")
     job.wait_for(lambda: job.step() >= 3)
     listening = listening_ports(psutil.Process(job.process.pid))
     assert len(listening) >= 6, "control plane, rendezvous stores, snapshot servers"
@@ -170,7 +170,7 @@ def test_strangers_at_every_port_of_a_run_change_nothing(corpus, reference, tmp_
             stranger.recv(1000)
     done = job.wait()
     assert done.code == 0 and len(done.named("worker_lost")) == 1, done.explain()
-    assert done.losses == reference(4, LAYOUT, 60)
+    assert done.losses == reference(4, LAYOUT, 150)
 
 
 def listening_ports(parent: psutil.Process) -> set[int]:

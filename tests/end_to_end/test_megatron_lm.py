@@ -247,19 +247,6 @@ def test_a_plan_of_double_execution_is_made_and_followed(tmp_path):
     assert "DMR: step 3: attempt 1 of 3 went wrong" in shown
 
 
-@pytest.mark.long
-def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    flags = TWO_STAGES.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
-    flags += " --untie-embeddings-and-output-weights"
-    planned = faults("kill@step=6:rank=1", "kill@step=5:rank=2:phase=leave", standby=2)
-    done = checkouts.protected(script, flags, tmp_path / "run", planned, "--ft-checkfree")
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert "stage 1 rebuilt from its neighbours" in done.stdout
-    found = checkouts.metrics(tmp_path / "run")
-    assert sorted(found) == list(range(1, 9)) and found[8]["loss"] < found[1]["loss"]
-
-
 def test_bad_input_is_refused_at_once(tmp_path):
     script = checkouts.tree("0.16") / "pretrain_gpt.py"
     done = ft("run", "--nproc-per-node", 2, "--run-dir", tmp_path / "run", script, "--ft-hot-swp", "--skip-train")

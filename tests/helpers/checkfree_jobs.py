@@ -13,15 +13,19 @@ def assemble(flags: str):
     from megatron.ft_trainer import pretrain
     from megatron.ft_trainer.arguments import check, parse
     from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.trainer import JobTrainer
 
     options = parse(flags)
     protections = Protections.of(options.fault_tolerance, {})
     if protections.features:
         patches.apply(*protections.features)
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
+    swapped = next((each for each in protections if isinstance(each, SwappedEnds)), None)
+    if swapped is not None:
+        swapped.connected(None)  # the other protections need a session
+    init_model_parallel(options.core, layout)
     job = pretrain.assemble(options, layout, time.monotonic(), protections)
-    return job, next((each.replicated for each in protections if isinstance(each, SwappedEnds)), None)
+    return job, None if swapped is None else swapped.layer(JobTrainer(job), ()).ends
 
 
 class Keeper:

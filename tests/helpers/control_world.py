@@ -8,6 +8,7 @@ from ft.job.control.channel import Posted
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.state import ControlOptions, ControlState
 from ft.job.control.timeouts import Timeouts
+from ft.job.parts import GroupReport, Holdings
 from ft.net.codec import from_json, to_json
 
 LIMITS = Timeouts()
@@ -68,7 +69,7 @@ class World:
             assert decision.reason
         self.decisions += decisions
         if self.journal is not None:
-            posted = Posted("", 0, report) if report is not None else None
+            posted = Posted(getattr(report, "node", ""), 0, report) if report is not None else None
             self.journal.enter(self.now, self.now, posted, decisions)
         made = [order for decision in decisions for order in decision.orders]
         self.orders += made
@@ -188,7 +189,7 @@ class World:
         """Return what the worker of ``rank`` holds by default: its own snapshot, and a copy of its neighbour's."""
         world = self.options.world_size
         other = rank ^ 1 if self.dp else (rank - 1) % world
-        return m.Holdings([step], {other: [step]})
+        return Holdings([step], {other: [step]})
 
     def release(self, *ranks, epoch=None, step=5, holdings=None):
         """Let survivors among ``ranks`` (default: all that have not yet) leave the closed epoch."""
@@ -197,7 +198,7 @@ class World:
             worker = self.holder(rank)
             if worker is None or (worker.leaving_epoch < 0 and epoch is None and not ranks):
                 continue
-            held = m.Holdings() if worker.empty else (holdings or {}).get(rank, self.holdings(rank, step))
+            held = Holdings() if worker.empty else (holdings or {}).get(rank, self.holdings(rank, step))
             left = worker.leaving_epoch if epoch is None else epoch
             made += self.say(m.WorkerReleased(worker.name, left, step, groups(self, rank), held))
         return made
@@ -248,8 +249,8 @@ def groups(world, rank):
     everyone = sorted(world.state.seats)
     pair = sorted({rank, rank ^ 1})
     return [
-        m.GroupReport("world", everyone, True, False, 7),
-        m.GroupReport(f"pair{pair[0]}", pair, True, False, 7),
+        GroupReport("world", everyone, True, False, 7),
+        GroupReport(f"pair{pair[0]}", pair, True, False, 7),
     ]
 
 

@@ -21,6 +21,7 @@ from ft.faults.health import rules
 from ft.job import messages as m
 from ft.job.control.sidecar import status_values
 from ft.job.control.stragglers import WINDOW
+from ft.job.parts import Holdings
 from ft.net.codec import to_json
 from ft.observe.diagnose.hang import as_text as hang_as_text
 from ft.platform.health import EVENT, Observation, Reading
@@ -195,7 +196,7 @@ class Run(Player):
 
     def do_hold(self, rank, own, **copies):
         """From now on the worker of this rank holds these steps: its own, and copies (``of0=[5]``: of rank 0)."""
-        self.held[rank] = m.Holdings(own, {int(key.removeprefix("of")): steps for key, steps in copies.items()})
+        self.held[rank] = Holdings(own, {int(key.removeprefix("of")): steps for key, steps in copies.items()})
         return []
 
     def do_release(self, *ranks, **how):

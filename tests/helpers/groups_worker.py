@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import asdict
 
-from ft.job.messages import GroupReport
+from ft.job.parts import GroupReport
 from ft.net.store import StoreConnection
 from ft.state.groups import Groups, Rendezvous, plan_rebuild
 

@@ -23,7 +23,7 @@ from ft.job.control.recovery import (
 )
 from ft.job.control.state import GridPosition
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Holdings
+from ft.job.parts import Holdings
 from ft.job.quorum.limits import Limits
 
 LADDER = "in place", "standby", "copy elsewhere", "another replica", "reorder", "CheckFree", "checkpoint", "end"

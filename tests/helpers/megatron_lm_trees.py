@@ -93,10 +93,10 @@ def _train(words: list, ranks: int, logs: Path, **environment: str) -> str:
 
 
 def protected(
-    script: Path, flags: str, folder: Path, options: str = "", protections: str = ""
+    script: Path, flags: str, folder: Path, options: str = "", protections: str = "", ranks: int = 4
 ) -> subprocess.CompletedProcess:
-    """Train with ``ft run`` on 4 workers, ``--ft-hot-swap`` and further ``protections``; ``folder`` gets its record."""
-    ft = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "4", "--run-dir", folder, *options.split()]
+    """Train with ``ft run``, ``--ft-hot-swap`` and further ``protections``; ``folder`` gets its record."""
+    ft = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(ranks), "--run-dir", folder, *options.split()]
     return _run([*ft, script, *flags.split(), "--ft-hot-swap", *protections.split()])
 
 

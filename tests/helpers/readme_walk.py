@@ -228,7 +228,7 @@ REPLICAS = (
         makes=("runs/h/timeline.png", "runs/h/report.html"),
         after=("hsdp",),
     ),
-    Walk("paper-hsdp", "ft plan paper ft-hsdp", says=("12 replicas", "80.0 %")),
+    Walk("paper-hsdp", "python tools/experiments/papers.py ft-hsdp", says=("12 replicas", "80.0 %")),
 )
 
 SPARE = (
@@ -247,10 +247,9 @@ SPARE = (
         ("replica 1",),
     ),
     Walk("spare-report", "ft report runs/s", makes=("runs/s/report.html",), after=("spare",)),
-    Walk("spare-theory", "ft plan spare theory *", {"2..20": "2..9"}, ("stacks per step", "r*")),
     Walk("spare-place", "ft plan spare place *", says=("ruler",)),
     Walk("spare-reorder", "ft plan spare reorder *", says=("stack", "phase", "types were moved")),
-    Walk("paper-spare", "ft plan paper spare", {"paper spare": "paper spare --trials 2"}, ("Table 2",)),
+    Walk("paper-spare", "python tools/experiments/papers.py spare", {" spare": " spare --trials 2"}, ("Table 2",)),
     Walk(
         "spare-plan",
         "ft plan buy scenario.toml --replicas 16 *",
@@ -345,7 +344,7 @@ CHECKFREE = (
     Walk("ladder", "ft plan policy --pp 4 *", says=("standby", "control.assemble_s")),
     Walk("ladder-stage", "ft plan policy --lost 2,3 *", says=("CheckFree", "approximate")),
     Walk("ladder-replicas", "ft plan policy --lost 0:2,3 *", says=('"rung": "another replica"', '"late"')),
-    Walk("paper-checkfree", "ft plan paper checkfree", says=("fitted", "predicted")),
+    Walk("paper-checkfree", "python tools/experiments/papers.py checkfree", says=("fitted", "predicted")),
 )
 
 _DUMPS = """
@@ -457,8 +456,7 @@ PLANS = (
     Walk(
         "plan-interval", "ft plan interval *", {"interval": "interval --failures 400"}, ("Daly",), after=("plan-init",)
     ),
-    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("over naive",)),
-    Walk("plan-check-model", "ft plan check-model", says=("Daly", "birth and death")),
+    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("naive DMR",)),
     Walk(
         "bench-connections",
         "python tools/bench/connections.py *",
@@ -516,7 +514,7 @@ TRAINING = (
     Walk(
         "verify",
         "python -m megatron.ft_trainer.checkpointing verify runs/mine",
-        says=("iter_0000004: ok", "newest"),
+        says=("iter_0000004: ok", "sound checkpoints"),
         after=("train",),
     ),
     Walk(

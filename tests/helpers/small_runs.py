@@ -15,12 +15,11 @@ BASE = (
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
     """Write an indexed dataset of sources of the standard library; return its prefix."""
-    from megatron.ft_trainer.arguments.topics import TokenizerOptions
-    from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
+    from tools.preprocess_data import preprocess
 
     prefix = str(folder / name)
     sources = sorted(str(p) for p in Path(sysconfig.get_path("stdlib")).glob("*.py"))[:documents]
-    preprocess(PreprocessOptions(input=sources, output_prefix=prefix), TokenizerOptions())
+    preprocess(["--input", *sources, "--output-prefix", prefix])
     return prefix
 
 

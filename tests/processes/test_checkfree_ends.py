@@ -16,7 +16,8 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     """Loses and rebuilds one stage after the other; what this rank has of the ends after each rebuild and each step."""
     import torch.distributed as dist
 
-    from ft.job.messages import Neighbours, Repair
+    from ft.job.messages import Repair
+    from ft.job.parts import Neighbours
     from megatron.ft_trainer.step import train_step
 
     job, doubles = assemble(flags)

@@ -16,7 +16,8 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from ft.job.messages import Neighbours, Repair
+    from ft.job.messages import Repair
+    from ft.job.parts import Neighbours
     from megatron.core import parallel_state
     from megatron.ft_trainer.step import train_step
 

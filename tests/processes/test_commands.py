@@ -101,6 +101,6 @@ def test_another_broken_pipe_is_not_taken_for_a_reader_that_has_gone(monkeypatch
     def breaks(_given):
         raise BrokenPipeError("a socket's")
 
-    monkeypatch.setattr("ft.lab.plan.goodput.policy.run", breaks)
+    monkeypatch.setattr("ft.lab.plan.policy.run", breaks)
     with pytest.raises(BrokenPipeError, match="a socket's"):
         cli.main(["plan", "policy"])

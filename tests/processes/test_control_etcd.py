@@ -16,6 +16,7 @@ from ft.job.agent.uplink import Linked, Refused, Uplink
 from ft.job.control import journal
 from ft.job.control.channel import AgentChannel
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.job.parts import Holdings, Source
 from ft.platform import election
 from ft.platform.shared_state import keep_on_etcd
 
@@ -100,11 +101,11 @@ def test_a_recovery_goes_on_when_the_control_plane_and_a_server_are_killed(playe
     played.say(m.WorkerExited("n0.w1", "n0", -9, True))
     assert played.hear(m.Close).epoch == 0
     assert played.hear(m.Open).joiners == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {1: [7]})))
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})))
     played.kill()
     played.say(m.WorkerArrived("n0.w2", 1))
     played.begin()
-    assert played.hear(m.Repair).sources[1] == m.Source(0, 0)
+    assert played.hear(m.Repair).sources[1] == Source(0, 0)
     played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
     assert played.hear(m.Resume) == m.Resume(1, 7)
     played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
@@ -124,7 +125,7 @@ def test_a_recovery_does_not_wait_for_etcd_and_is_on_record_once_it_is_back(play
     played.say(m.WorkerExited("n0.w1", "n0", -9, True))
     assert played.hear(m.Close).epoch == 0
     assert played.hear(m.Open).joiners == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {1: [7]})))
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})))
     servers.start(0)
     deadline = time.monotonic() + LIMIT_S
     while not any(("n0.w0" in reason and "left" in reason) or "releas" in reason for reason in played.decisions()):
@@ -134,7 +135,7 @@ def test_a_recovery_does_not_wait_for_etcd_and_is_on_record_once_it_is_back(play
     played.kill()
     played.say(m.WorkerArrived("n0.w2", 1))
     played.begin()
-    assert played.hear(m.Repair).sources[1] == m.Source(0, 0)
+    assert played.hear(m.Repair).sources[1] == Source(0, 0)
 
 
 def test_an_agents_uplink_finds_the_next_control_plane(played, monkeypatch):

@@ -19,6 +19,7 @@ from ft.job.control import journal
 from ft.job.control.channel import AgentChannel, ControlChannel
 from ft.job.control.journal import Journal, recall
 from ft.job.control.state import RUNNING
+from ft.job.parts import Holdings, Source
 
 LIMIT_S = 30.0
 TOKEN = "the token of the test"
@@ -53,6 +54,24 @@ def test_the_state_can_be_derived_from_the_journal(tmp_path):
     entries = journal.read(tmp_path / "journal.jsonl")
     beats = [entry for entry in entries if isinstance(entry.get("report"), m.AgentBeat)]
     assert 0 < len(beats) < 10
+
+
+def test_how_long_a_device_is_waited_for_can_be_derived_from_the_journal(tmp_path):
+    """It is not in the heartbeats of which the journal has only the last, but in the decision on a silence."""
+    world = World(standbys=2, nodes=2, devices=4)
+    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+    world.run()
+    world.kill(0)
+    lost_at = world.now
+    world.wait(4)  # heartbeats without a decision: to a reader of the journal a gap
+    world.say(m.Observed("layout", {}))
+    world.wait(2, beats=["n1"])
+    silent_s = world.now - world.state.agents["n0"].heard_at
+    world.wait(2)
+    known = recall(tmp_path / "journal.jsonl").state
+    (hold,) = world.state.agents["n0"].held.values()
+    assert hold.since == pytest.approx(lost_at + silent_s, abs=0.5)
+    assert without_beats(known) == without_beats(world.state)
 
 
 def test_what_a_control_plane_that_has_died_wrote_is_over(tmp_path):
@@ -217,8 +236,8 @@ def test_a_whole_recovery_and_what_is_on_record_of_it(played, tmp_path):
     assert played.hear(m.Close).epoch == 0
     opened = played.hear(m.Open)
     assert opened.joiners == [1] and opened.seats[1].worker == "n0.w2" and opened.fired == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
-    assert played.hear(m.Repair).sources[1] == m.Source(0, 0)
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
+    assert played.hear(m.Repair).sources[1] == Source(0, 0)
     played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
     assert played.hear(m.Resume) == m.Resume(1, 7)
     played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))

@@ -10,7 +10,7 @@ from fetch_sources import LINEAGE, STEP, TOKEN
 from networks import Networks
 from snapshot_crew import Crew, set_to
 
-from ft.job.messages import Source
+from ft.job.parts import Source
 from ft.state import device, fetch
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group

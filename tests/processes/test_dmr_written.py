@@ -73,7 +73,8 @@ class Below(TorchDispatchMode):
         if func._schema.name.rstrip("_") != self._base:
             return out
         changed = [tensor for tensor, copy in zip(given, before, strict=True) if not same(tensor, copy)]
-        made = [tensor for tensor in tensors_in(out) if all(tensor is not one for one in given)]
+        # also what had the value before that is written to it, as memory that was used before may have
+        made = [tensor for tensor in tensors_in(out) if all(tensor is not one for one in changed)]
         hit = [tensor for tensor in (*changed, *made) if tensor.numel()]
         if len(self.writes) == self._due:
             with torch._C._DisableTorchDispatch():

@@ -49,9 +49,8 @@ def take(loader, count=1):
     return [next(loader)["tokens"][:, 0].tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("replicas", "size", "rows", "microbatches"), [(2, 1, 2, 1), (3, 2, 2, 4), (4, 1, 1, 3)])
-def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(replicas, size, rows, microbatches, workers):
+def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(replicas, size, rows, microbatches):
     steps, block = 4, rows * size
     data = Numbers(replicas * block * microbatches * steps)
     share = Share(0, SampleAssignment(replicas, block), {})
@@ -59,8 +58,8 @@ def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(replic
         view = view_of(Share(replica, share.assignment, {}), data)
         for rank in range(size):
             ordinary = loader(data, rows, replica * size + rank, replicas * size)
-            with loader(view, rows, rank, size, num_workers=workers) as ours:
-                assert take(ours, steps * microbatches) == take(ordinary, steps * microbatches)
+            ours = loader(view, rows, rank, size)
+            assert take(ours, steps * microbatches) == take(ordinary, steps * microbatches)
 
 
 def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample_once():
@@ -91,24 +90,23 @@ def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample
         assert taken == set(seen), f"seed {seed}"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_over_to_another_stream(workers):
+def test_a_loader_goes_over_to_another_stream():
     assignment = SampleAssignment(2, 2)
     view = view_of(Share(1, assignment, {}), Numbers(40))
-    with loader(view, 2, 0, 1, num_workers=workers) as ours:
-        follow = Follower([None, ours], 1)
-        assert take(ours, 2) == [[2, 3], [6, 7]]
-        follow(assignment, 2)
-        assert follow.position == 2
-        assert take(ours) == [[6, 7]]
-        later, positions = assignment.after({0: 8, 1: 4}, 4, 3, 2)
-        follow(later, positions[1])
-        assert take(ours, 2) == [[14, 15], [20, 21]]
-        assert follow.position == 4
-        rest = take(ours, 3)
-        assert rest == [[26, 27], [32, 33], [38, 39]]
-        with pytest.raises(UserError, match="the dataset has 10 samples; after 10"):
-            next(ours)
+    ours = loader(view, 2, 0, 1)
+    follow = Follower([None, ours], 1)
+    assert take(ours, 2) == [[2, 3], [6, 7]]
+    follow(assignment, 2)
+    assert follow.position == 2
+    assert take(ours) == [[6, 7]]
+    later, positions = assignment.after({0: 8, 1: 4}, 4, 3, 2)
+    follow(later, positions[1])
+    assert take(ours, 2) == [[14, 15], [20, 21]]
+    assert follow.position == 4
+    rest = take(ours, 3)
+    assert rest == [[26, 27], [32, 33], [38, 39]]
+    with pytest.raises(UserError, match="the dataset has 10 samples; after 10"):
+        next(ours)
     assert Follower([None], 0).position is None
 
 
@@ -163,7 +161,6 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
         count = steps * options.training.global_batch_size // (replicas * block)
         rank = parallel_state.get_data_parallel_rank()
         found[replica, rank] = [next(train[0])["tokens"] for _ in range(count)]
-        train[0].close()
     return found
 
 

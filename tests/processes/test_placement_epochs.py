@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ft.base.errors import UserError
-from ft.job.messages import Seat
+from ft.job.parts import Seat
 from ft.systems.hot_swap.placing import Placing
 
 

@@ -106,7 +106,7 @@ class Trainee:
 
 def train_and_serve(setting, folder):
     """Side A: trains, goes back in place, and lets side B fetch; returns the figures of all three."""
-    from ft.job.messages import Source
+    from ft.job.parts import Source
 
     torch.manual_seed(7)
     a = Trainee(setting, folder, "a")

@@ -6,7 +6,7 @@ import pytest
 from snapshot_crew import MIB, is_at, set_to, state
 
 from ft.base.errors import FallbackError, RecoverableError
-from ft.job.messages import Source
+from ft.job.parts import Source
 from ft.net.framed import Mark
 from ft.state.snapshot import Snapshots, SnapshotServer
 from ft.state.snapshot.buffers import Part

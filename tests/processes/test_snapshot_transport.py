@@ -16,7 +16,7 @@ from proxies import Proxy
 from snapshot_crew import MIB, set_to, state
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Source
+from ft.job.parts import Source
 from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.state.layout import Table

@@ -5,6 +5,7 @@ import base64
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ft.base.errors import UserError
@@ -12,8 +13,7 @@ from megatron import patches
 from megatron.ft_trainer.arguments import parse
 from megatron.ft_trainer.arguments.needs import needs
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.indexed import Sidecar
-from megatron.ft_trainer.data.tokenizer import build_tokenizer
+from megatron.ft_trainer.data.tokenizer import Sidecar, build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
 
@@ -142,7 +142,7 @@ def test_bad_hugging_face_folders(tmp_path):
     with pytest.raises(UserError, match=r"no tokenizer file at .*absent"):
         of_folder(str(tmp_path / "absent"))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer\.json is not the folder"):
+    with pytest.raises(UserError, match="give the folder that save_pretrained"):
         of_folder(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="megatron-core cannot build HuggingFaceTokenizer"):
         of_folder(str(tmp_path))
@@ -150,10 +150,8 @@ def test_bad_hugging_face_folders(tmp_path):
 
 def test_the_default_finds_the_folder_again(tmp_path, folder):
     tokenizer = of_folder(folder)
-    facts = {"documents": 1, "tokens": 2, "max_id": 1, "unigram_entropy": 0.0, "sources": 1, "text_bytes": 1}
-    facts |= {"tokenizer_type": tokenizer.kind, "tokenizer_model": tokenizer.model, "vocab_size": tokenizer.vocab_size}
-    sidecar = Sidecar(**facts, fingerprint=tokenizer.fingerprint, bin_bytes=4, idx_bytes=62)
-    (tmp_path / "words.meta.json").write_text(sidecar.as_json())
+    sidecar = Sidecar(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, 0.0)
+    (tmp_path / "words.meta.json").write_bytes(msgspec.json.encode(sidecar))
     assert build_tokenizer(TokenizerOptions(), str(tmp_path / "words")).model == folder
 
 

@@ -130,16 +130,15 @@ def test_a_checkout_has_its_own_protections_and_all_its_seams(root, capsys):
     assert fits["hot-swap"] and fits["stage rebuild"] and not fits["replicas"] and not fits["double execution"]
     assert cli.main(["check", *CHECKOUTS, str(root / "pretrain_gpt.py"), *line, "--rerun-mode", "disabled"]) == 0
     fits = {each["name"]: each["fits"] for each in json.loads(capsys.readouterr().out)["protections"]}
-    assert fits["replicas"] and fits["stacked shards"] and fits["double execution"] and not fits["swapped ends"]
+    assert fits["replicas"] and fits["stacked shards"] and fits["double execution"] and fits["swapped ends"]
 
 
 @pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)
 def test_all_problems_of_a_checkouts_line_are_named_at_once(root, capsys):
-    line = (LINE + "--transformer-impl local --use-megatron-fsdp --ft-checkfree-plus --ft-hot-swap").split()
+    line = (LINE + "--transformer-impl local --use-megatron-fsdp --ft-hot-swap").split()
     assert cli.main(["check", "--gpus", "7", "--json", str(root / "pretrain_gpt.py"), *line]) == 2
     reasons = " | ".join(entry["reason"] for entry in json.loads(capsys.readouterr().out)["refused"])
     assert "--use-megatron-fsdp cannot be protected" in reasons and "7 ranks" in reasons
-    assert "--ft-checkfree-plus (swapped ends) does not protect" in reasons
 
 
 @pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)

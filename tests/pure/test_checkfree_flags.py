@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ft.base.errors import UserError
 from ft.systems.checkfree.layer import settings_of
+from ft.systems.checkfree.plus.ends import ReplicatedEnds
+from ft.systems.checkfree.plus.pipeline import install
 from megatron.ft_trainer.arguments import check, parse
 
 GOOD = (
@@ -44,6 +47,8 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
         (("size 4", "size 4 --ft-checkfree-most-in-flight 4"), 4, "the schedule of --ft-checkfree-plus"),
         (("size 4", f"size 4 {PLUS} --ft-checkfree-most-in-flight 3"), 4, "some stage holds 4 microbatches at once"),
         (("size 4", f"size 4 {PLUS} --bf16 --optimizer-cpu-offload"), 4, "does not set the weights of"),
+        (("size 4", f"size 4 {PLUS} --mtp-num-layers 1"), 4, "--mtp-num-layers has layers behind the output layer"),
+        (("size 4", f"size 4 {PLUS} --pipeline-model-parallel-layout Et|tt|tt|tttL"), 4, "the same number of layers"),
         (("size 4", "size 4 --clip-grad 0"), 4, "needs gradient norms, which are computed for clipping only"),
     ],
 )
@@ -65,3 +70,25 @@ def test_what_cannot_work_is_refused(change, world, problem):
 )
 def test_what_can_work_is_not_refused(change, world):
     check(parse(GOOD.replace(*change)), world, has_te=False)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [torch.ones(1)],
+        [{"lm loss": torch.ones(2), "z loss": torch.ones(2)}],
+        [{"lm loss": torch.ones(2)}, {"another loss": torch.ones(2)}],
+    ],
+)
+def test_losses_that_swapped_ends_cannot_add_up_are_refused(reports):
+    ends = object.__new__(ReplicatedEnds)
+    ends.stage, ends.stages = 3, 4
+    with pytest.raises(UserError, match="adds up one loss, a tensor"):
+        ends.sum_losses(reports)
+
+
+def test_a_model_that_is_not_built_with_swapped_ends_is_refused():
+    model = torch.nn.Linear(1, 1)
+    model.pre_process = True
+    with pytest.raises(UserError, match="core's GPTModel, and the model is a Linear"):
+        install(model, ends=None, plan=None)

@@ -15,7 +15,8 @@ from ft.job.control.liveness import WorkerView
 from ft.job.control.membership import place_ranks
 from ft.job.control.state import RUNNING, Agent, ControlState, Hold, Incident
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat, Holdings, Source
+from ft.job.messages import Beat
+from ft.job.parts import Holdings, Seat, Source
 from ft.net.codec import from_json, to_json
 from ft.platform.processes import OwnPauses
 
@@ -283,7 +284,7 @@ def test_ranks_are_numbers_in_a_message_and_names_of_fields_in_its_json():
     seat = {"worker": "n0.w3", "node": "n0", "address": "h:1", "local_rank": 3, "domains": {}}
     text = json.dumps({"kind": "Open", "epoch": 2, "seats": {"3": seat}, "joiners": [3], "fresh": False})
     order = m.decode(text)
-    assert order.seats == {3: m.Seat("n0.w3", "n0", "h:1", 3)}
+    assert order.seats == {3: Seat("n0.w3", "n0", "h:1", 3)}
     assert json.loads(m.encode(order))["seats"] == {"3": seat}
     for wrong in ("three", "3.0", ""):
         with pytest.raises(m.BadMessage, match="seats"):

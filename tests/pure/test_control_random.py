@@ -8,6 +8,7 @@ from control_world import LIMITS, World
 
 from ft.job import messages as m
 from ft.job.control.state import CLOSED, ENDED, OPENED, REPAIRING, RUNNING
+from ft.job.parts import Holdings
 
 STEPS = 150
 
@@ -71,7 +72,7 @@ class Chaos:
                 m.WorkerSilent(worker, node, 1.5, pick("TDR")),
                 m.WorkerFailed(worker, epoch, 5, [kinds, "Exception"], "at random"),
                 m.WorkerSuspects(worker, epoch, "world", "Connection closed"),
-                m.WorkerReleased(worker, epoch, 5, [], m.Holdings([5], {r: [5] for r in range(4)})),
+                m.WorkerReleased(worker, epoch, 5, [], Holdings([5], {r: [5] for r in range(4)})),
                 m.WorkerArrived(worker, epoch, []),
                 m.WorkerRepaired(worker, epoch, pick(range(4)), 5, "t", [], 1, 1, 0, {"owned": "own"}, 0.0, 0.0),
                 m.WorkerResumed(worker, epoch, 5),

@@ -1,7 +1,4 @@
-"""The microbatch loader: order from any position, errors where they belong, no threads left behind."""
-
-import threading
-import time
+"""The microbatch loader: order from any position, errors where they belong."""
 
 import pytest
 import torch
@@ -13,15 +10,13 @@ from megatron.ft_trainer.data.loader import MicrobatchLoader, sample_indices
 class Numbers(torch.utils.data.Dataset):
     """Sample i is [i, i]; sample ``bad`` fails as often as ``failures`` says."""
 
-    def __init__(self, size, bad=None, failures=0, delay=0.0):
-        self.size, self.bad, self.failures, self.delay, self.reads = size, bad, failures, delay, 0
+    def __init__(self, size, bad=None, failures=0):
+        self.size, self.bad, self.failures = size, bad, failures
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, i):
-        self.reads += 1
-        time.sleep(self.delay)
         if i == self.bad and self.failures:
             self.failures -= 1
             raise OSError(f"sample {i} can't be read")
@@ -36,28 +31,18 @@ def take(loader, count):
     return [firsts(next(loader)) for _ in range(count)]
 
 
-@pytest.fixture(autouse=True)
-def no_threads_left():
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_any_position_gives_the_same_microbatches(workers):
+def test_any_position_gives_the_same_microbatches():
     dataset = Numbers(400)
 
     def loader(**options):
         return MicrobatchLoader(dataset, micro_batch_size=3, data_parallel_rank=1, data_parallel_size=2, **options)
 
-    with loader() as straight:
-        expected = take(straight, 60)
-    with loader(num_workers=workers, consumed_samples=6 * 7) as jumping:
-        assert take(jumping, 5) == expected[7:12]
-        assert jumping.consumed_samples == 6 * 12
-        for start in (50, 0, 31, 32):
-            jumping.seek(6 * start)
-            assert take(jumping, 9) == expected[start : start + 9]
+    expected, jumping = take(loader(), 60), loader(consumed_samples=6 * 7)
+    assert take(jumping, 5) == expected[7:12]
+    assert jumping.consumed_samples == 6 * 12
+    for start in (50, 0, 31, 32):
+        jumping.seek(6 * start)
+        assert take(jumping, 9) == expected[start : start + 9]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -81,53 +66,29 @@ def test_samples_do_not_depend_on_the_number_of_ranks():
 
 
 def test_batches_hold_what_the_dataset_makes_and_no_more():
-    with MicrobatchLoader(Numbers(4), micro_batch_size=2) as loader:
-        batch = next(loader)
+    batch = next(MicrobatchLoader(Numbers(4), micro_batch_size=2))
     assert set(batch) == {"tokens", "loss_mask"} and batch["tokens"].shape == (2, 2)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_errors_reach_the_consumer_at_their_place_and_can_be_retried(workers):
-    dataset = Numbers(40, bad=9, failures=1)
-    with MicrobatchLoader(dataset, micro_batch_size=2, num_workers=workers) as loader:
-        assert take(loader, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        with pytest.raises(OSError, match="sample 9"):
+def test_errors_reach_the_consumer_at_their_place_and_can_be_retried():
+    loader = MicrobatchLoader(Numbers(40, bad=9, failures=1), micro_batch_size=2)
+    assert take(loader, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(OSError, match="sample 9"):
+        next(loader)
+    assert loader.consumed_samples == 8
+    assert take(loader, 2) == [[8, 9], [10, 11]]
+
+
+def test_end_of_data_is_named():
+    loader = MicrobatchLoader(Numbers(11), micro_batch_size=4)
+    assert take(loader, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for _ in range(2):
+        with pytest.raises(UserError, match="has 11 samples; after 8 samples a microbatch needs 4 more"):
             next(loader)
-        assert loader.consumed_samples == 8
-        assert take(loader, 2) == [[8, 9], [10, 11]]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_end_of_data_is_named(workers):
-    with MicrobatchLoader(Numbers(11), micro_batch_size=4, num_workers=workers) as loader:
-        assert take(loader, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        for _ in range(2):
-            with pytest.raises(UserError, match="has 11 samples; after 8 samples a microbatch needs 4 more"):
-                next(loader)
-        loader.seek(0)
-        assert take(loader, 1) == [[0, 1, 2, 3]]
-    with MicrobatchLoader(Numbers(0), micro_batch_size=1) as loader, pytest.raises(UserError):
-        next(loader)
-
-
-def test_reading_ahead_is_bounded():
-    dataset = Numbers(1000)
-    with MicrobatchLoader(dataset, micro_batch_size=1, num_workers=2) as loader:
-        next(loader)
-        time.sleep(0.1)
-        assert 1 <= dataset.reads <= 6
-
-
-def test_seek_and_close_in_the_middle_of_reading():
-    dataset = Numbers(1000, delay=0.01)
-    loader = MicrobatchLoader(dataset, micro_batch_size=2, num_workers=2)
-    assert firsts(next(loader)) == [0, 1]
-    loader.seek(100)
-    assert firsts(next(loader)) == [100, 101]
-    loader.close()
-    loader.close()
-    with pytest.raises(ValueError, match="closed"):
-        next(loader)
+    loader.seek(0)
+    assert take(loader, 1) == [[0, 1, 2, 3]]
+    with pytest.raises(UserError):
+        next(MicrobatchLoader(Numbers(0), micro_batch_size=1))
 
 
 def test_bad_arguments():

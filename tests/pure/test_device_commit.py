@@ -7,7 +7,8 @@ import pytest
 from test_worker_protocol import Member
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Close, GroupReport, Repair, Source
+from ft.job.messages import Close, Repair
+from ft.job.parts import GroupReport, Source
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
 from ft.worker.session import Session

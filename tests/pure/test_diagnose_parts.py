@@ -3,12 +3,15 @@
 import math
 import random
 import struct
+from types import SimpleNamespace
 
 import pytest
+import small_runs
 import torch
 
 from ft.observe.diagnose import compare
 from ft.observe.diagnose.compare import classed, coordinates, copies, of_tensors, of_values
+from megatron.ft_trainer import arguments
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -110,3 +113,10 @@ def test_places_are_those_of_megatron_core():
 def test_a_layout_that_says_little_is_read_as_one_of_each():
     assert coordinates(3, {"world_size": 4}, False) == {"tp": 0, "cp": 0, "dp": 3, "pp": 0}
     assert copies(0, {"world_size": 2, "pp": 2}, False, expert=True) == []
+
+
+@pytest.mark.parametrize("flag, place", [("", {"dp": 1, "pp": 0}), ("--use-tp-pp-dp-mapping", {"dp": 0, "pp": 1})])
+def test_ranks_are_placed_in_the_order_that_the_run_has_stored(flag, place):
+    options = arguments.parse(f"{small_runs.BASE} --train-iters 1 --mock-data {flag}").as_dict()
+    manifest = SimpleNamespace(layout={"world_size": 4, "pp": 2}, run={"options": options})
+    assert compare.rank_place(manifest, 1) == {"tp": 0, "cp": 0, **place}

@@ -6,8 +6,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.lab.estimate.block import Transfer, Work, backward, forward, head, saved_bytes, seconds
-from ft.lab.estimate.layout import DEVICES, RESERVED, STATES, Cluster, Layout, fitted
-from ft.lab.estimate.models import MODELS
+from ft.lab.estimate.cluster import DEVICES, MODELS, RESERVED, STATES, Cluster, Layout, fitted
 from ft.lab.estimate.profile import over_units, stage_memory
 from ft.systems.schedule.kinds import Pipeline, orders
 

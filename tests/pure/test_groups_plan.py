@@ -3,7 +3,7 @@
 import pytest
 
 from ft.job.control.repairs import plan_rebuild
-from ft.job.messages import GroupReport
+from ft.job.parts import GroupReport
 
 
 def report(name="g", ranks=(0, 1), used=True, in_flight=False, collectives=3, sent=None, received=None):

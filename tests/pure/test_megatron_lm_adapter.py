@@ -173,7 +173,7 @@ def test_our_flags_are_taken_out_and_given_to_the_adapter(checkout):
     [
         (["--ft-hot-swp"], "unknown flag --ft-hot-swp"),
         (["--ft-snapshot-peers", "2"], "ask for no protection"),
-        (["--ft-hot-swap", "--ft-checkfree-plus"], "does not protect a checkout of Megatron-LM"),
+        (["--ft-hot-swap", "--ft-checkfree-plus"], "the first two and the last two of 1 pipeline stage(s)"),
         (["--ft-hot-swap", "--perform-rl-step"], "--perform-rl-step cannot be protected"),
         (["--optimizer=muon", "--ft-hot-swap"], "--optimizer muon cannot be protected"),
         (["--ft-hot-swap", "--ft-snapshot-peers", "9"], "--ft-snapshot-peers 9"),

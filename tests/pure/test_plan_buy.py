@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from closed_forms import asked
 from pythons import python
 
 from ft import cli
 from ft.commands.check import answer_for
-from ft.lab.plan.goodput import answer, buy, exact, launch, model, papers
+from ft.lab.plan.goodput import answer, buy, launch, model
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.protection.table import DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
 from ft.systems.spare.placement import read
@@ -24,7 +25,7 @@ KEYS = {"protections", "spares", "interval_steps", "effective", "effective_low",
 
 @pytest.fixture(scope="module")
 def found() -> answer.Answer:
-    return answer.answer(exact.asked(f"{WORDS} --failures 3000"))
+    return answer.answer(asked(f"{WORDS} --failures 3000"))
 
 
 def out(words: str, capsys) -> str:
@@ -55,11 +56,11 @@ def test_failures_that_are_rarer_make_it_cheaper(found):
 def test_the_value_at_which_another_row_wins_is_found_by_bisection():
     """Standbys and repairs are as given, so that restarts of checkpoints alone decide against hot-swap."""
     words = f"{WORDS} --failures 3000 --spares 4 --interval 200 --snapshot-overhead 0.03 --stall-time 30m"
-    found = answer.answer(exact.asked(words))
+    found = answer.answer(asked(words))
     turn = next(turn for turn in found.turns if turn.key == "restart_time")
     at = {}
     for side, factor in (("before", turn.factor**0.8), ("beyond", turn.factor**1.2)):
-        other = exact.asked(words).but(restart_time=600.0 * factor)
+        other = asked(words).but(restart_time=600.0 * factor)
         rows = [model.best(other, [row.protection], 3000) for row in found.rows if answer.is_ours(row)]
         at[side] = answer.recommended(rows).protection.title
     assert at["before"] == found.recommended.protection.title != at["beyond"] == turn.winner
@@ -67,7 +68,7 @@ def test_the_value_at_which_another_row_wins_is_found_by_bisection():
 
 
 def test_a_list_of_standbys_has_a_row_for_each_and_the_text_shows_the_best():
-    found = answer.answer(exact.asked(f"{WORDS} --failures 300 --spares 0,3"))
+    found = answer.answer(asked(f"{WORDS} --failures 300 --spares 0,3"))
     alone = [row for row in found.rows if row.protection.names == (CHECKPOINTS,)]
     assert {row.spares for row in alone} == {0, 3} and found.recommended.paid == min(
         row.paid for row in found.rows if answer.is_ours(row)
@@ -101,11 +102,11 @@ def test_the_text_has_the_table_the_reason_and_the_origin_of_every_value(found):
                                    (HOT_SWAP, STAGES, SWAPPED), (HOT_SWAP, REPLICAS)])  # fmt: skip
 @pytest.mark.parametrize("gpus", [64, 4096, 98304])
 def test_ft_check_accepts_the_line_of_every_row(names, gpus):
-    asked = exact.asked(WORDS.replace("128", str(gpus)).replace("7B", "70B"))
-    protections = model.candidates(asked, names)
+    given = asked(WORDS.replace("128", str(gpus)).replace("7B", "70B"))
+    protections = model.candidates(given, names)
     for protection in protections[:1]:
-        row = model.simulate(asked.but(), protection, 2, 300, 200)
-        line = launch.lines(asked, row)["check"].split()
+        row = model.simulate(given, protection, 2, 300, 200)
+        line = launch.lines(given, row)["check"].split()
         found = answer_for(Path(line[4]), line[5:], gpus // protection.units)
         assert found.accepted, found.refused
 
@@ -157,48 +158,22 @@ def test_spares_and_interval_show_the_optimum(capsys):
     assert all(row["effective"] == pytest.approx(daly, abs=0.006) for row, daly in pairs)
 
 
-@pytest.mark.parametrize("name", ["CheckFree", "CheckFree+"])
-def test_the_fitted_cells_of_checkfree_are_hit_and_the_best_checkpoints_beat_it(name):
-    paper = {"CheckFree": 405.9, "CheckFree+": 367.8}[name]
-    ours = papers.checkfree_hours(name, 0.10, 20_000)
-    assert ours == pytest.approx(paper, rel=0.01)
-    assert papers.checkfree_hours("checkpoints, best interval", 0.10, 20_000) < ours
-
-
-def test_spares_training_takes_the_time_of_table_2():
-    for is_spare, redundancy, paper, available in ((False, 3, 6.07, 0.617), (True, 9, 2.92, 0.870)):
-        time_to_train, up = papers.spare_training(200, redundancy, is_spare, 0)
-        assert time_to_train == pytest.approx(paper, rel=0.1) and up == pytest.approx(available, abs=0.03)
-
-
-@pytest.mark.parametrize(("name", "said"), [("deadpool", "section IV"), ("ft-hsdp", "12 replicas")])
-def test_papers_are_redone(name, said, capsys):
-    assert said in out(f"paper {name}", capsys)
-
-
-def test_check_model_compares_every_closed_form(capsys):
-    cases = json.loads(out("check-model --json", capsys))
-    assert len(cases) == len(list(exact.cases()))
-
-
 def test_a_run_without_standbys_waits_for_repairs():
-    row = model.simulate(exact.asked(WORDS), Protection((CHECKPOINTS,)), 0, 100, 4000)
+    row = model.simulate(asked(WORDS), Protection((CHECKPOINTS,)), 0, 100, 4000)
     waited = row.totals["waited"] / row.totals["seconds"]
-    assert waited == pytest.approx(exact.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
+    assert waited == pytest.approx(model.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
 
 
 @pytest.mark.parametrize(("gpus", "more"), [(8, ""), (16, ""), (24, "--stages 3"), (3, "--gpus-per-node 1 --stages 3")])
 def test_small_clusters_have_the_rows_that_fit(gpus, more):
-    asked = exact.asked(f"{WORDS.replace('128', str(gpus)).replace('7B', '100M')} --failures 300 {more}")
-    titles = {row.protection.title for row in answer.answer(asked).rows}
-    assert "checkpoints" in titles and ("hot-swap" in titles) == (asked.nodes > 1)
-    assert ("hot-swap + CheckFree" in titles) == (asked.nodes >= asked.stages)
+    given = asked(f"{WORDS.replace('128', str(gpus)).replace('7B', '100M')} --failures 300 {more}")
+    titles = {row.protection.title for row in answer.answer(given).rows}
+    assert "checkpoints" in titles and ("hot-swap" in titles) == (given.nodes > 1)
+    assert ("hot-swap + CheckFree" in titles) == (given.nodes >= given.stages)
 
 
 def test_a_run_in_which_nothing_gets_done_is_told():
-    found = answer.answer(
-        exact.asked(f"{WORDS.replace('2000h', '1h').replace('24h', '9000d')} --failures 300 --spares 0")
-    )
+    found = answer.answer(asked(f"{WORDS.replace('2000h', '1h').replace('24h', '9000d')} --failures 300 --spares 0"))
     assert found.reason.startswith("Nothing trains") and "never" in buy.as_text(found)
     assert json.loads(json.dumps(buy.as_values(found)))["recommended"]["paid_per_useful"] is None
 

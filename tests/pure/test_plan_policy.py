@@ -87,8 +87,8 @@ def test_a_replica_that_lacks_a_stage_fetches_its_state_and_has_its_position_fro
 def test_a_file_gives_the_same_keys_and_flags_go_before_it(capsys, tmp_path):
     path = tmp_path / "loss.json"
     path.write_text(json.dumps({"pp": 2, "lost": ["0:1"], "standbys": 1, "checkpoint": None, "protect": ["hot-swap"]}))
-    assert ladder(capsys, "--file", str(path))[0]["rung"] == "standby"
-    assert ladder(capsys, "--file", str(path), "--standbys", "0")[0]["rung"] == "copy elsewhere"
+    assert ladder(capsys, str(path))[0]["rung"] == "standby"
+    assert ladder(capsys, str(path), "--standbys", "0")[0]["rung"] == "copy elsewhere"
 
 
 def test_the_text_names_rungs_losses_and_limits_and_what_a_run_refuses(capsys):
@@ -116,7 +116,7 @@ def test_the_text_names_rungs_losses_and_limits_and_what_a_run_refuses(capsys):
         ("--checkpoint 101", "after step 100"),
         ("--tp 4096", "give tp x dp x pp"),
         ("--step -1", "not a whole number"),
-        ("--file nowhere.json", "cannot be read"),
+        ("nowhere.json", "cannot be read"),
     ],
 )
 def test_what_no_job_can_be_is_refused_with_a_fix(words, said, capsys):
@@ -131,7 +131,7 @@ def test_what_no_job_can_be_is_refused_with_a_fix(words, said, capsys):
 def test_a_file_that_makes_no_sense_is_refused(text, capsys, tmp_path):
     path = tmp_path / "loss.json"
     path.write_text(text)
-    assert cli.main(["plan", "policy", "--file", str(path)]) == 2
+    assert cli.main(["plan", "policy", str(path)]) == 2
     assert "fix:" in capsys.readouterr().err
 
 

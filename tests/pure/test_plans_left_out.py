@@ -13,7 +13,6 @@ PLANS = {
     "policy": ("further faults during the recovery",),
     "policy --lost 2": ("how long the recovery takes", "further faults during the recovery"),
     "schedule --pp 4 --microbatches 8": ("NCCL",),
-    "spare theory --groups 20 --redundancy 3": ("groups that return", "failures during restarts"),
     "spare place --groups 20 --redundancy 3": ("failure domains",),
     "spare reorder --groups 20 --redundancy 3 --failed 1,2": ("groups that return",),
     "dmr --model llama3-70b --gpus 32 --pp 3 --memory 80GB --batch 6": ("the host",),

@@ -74,7 +74,7 @@ def test_ticks_of_an_axis_can_be_told_apart(shares, shown):
     ("words", "said"),
     [
         ("plan policy --pp 1000000", "from 1 to 4,096"),
-        ("plan policy --blocks 0", "blocks '0'"),
+        ("plan policy --blocks 0", "--blocks 0"),
         ("plan schedule --pp 1000000 --microbatches 1000000", "100,000"),
     ],
 )

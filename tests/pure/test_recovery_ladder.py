@@ -15,7 +15,7 @@ from ft.job import messages as m
 from ft.job.control import recovery
 from ft.job.control.recovery import MIDDLE, HostMemory, Others, Restarts, Seats, Situation, Stages, decide
 from ft.job.control.state import GridPosition
-from ft.job.messages import Holdings, Neighbours, Source
+from ft.job.parts import Holdings, Neighbours, Source
 
 SITUATIONS = 20_000
 

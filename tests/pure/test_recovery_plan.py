@@ -7,7 +7,7 @@ import pytest
 
 from ft.job.control.recovery import CHECKFREE, CHECKPOINT, COPY, MIDDLE, PLUS, HostMemory, Stages, plan_from_memory
 from ft.job.control.state import GridPosition
-from ft.job.messages import Holdings, Neighbours, Source
+from ft.job.parts import Holdings, Neighbours, Source
 
 
 def pipeline(pp=4, dp=1, tp=1, blocks=None, checkfree=MIDDLE, rebuilt=None, lends=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ft.base.errors import FallbackError
-from ft.job.messages import Holdings
+from ft.job.parts import Holdings
 from ft.net.framed import checksum
 from ft.state.layout import ALIGNMENT, CHUNK, BadTable, Table
 from ft.state.placement.assign import ring_of

@@ -5,9 +5,8 @@ from math import comb
 
 import numpy as np
 import pytest
+from closed_forms import spare_tables, trials
 
-from ft.lab.plan.goodput.papers import spare_tables
-from ft.lab.plan.spare.theory import trials
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler

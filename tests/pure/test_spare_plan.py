@@ -7,11 +7,8 @@ import pytest
 from spare_flow import least_cost, least_stack
 
 from ft import cli
-from ft.lab.plan.goodput.papers import spare_tables
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
-
-ROWS = spare_tables()
 
 
 def plan(words: str, capsys):
@@ -30,28 +27,14 @@ def refused(words: str, capsys) -> str:
     return said.err
 
 
-def test_theory_answers_with_the_paper_s_figures_and_these_keys(capsys):
-    found = plan("theory --groups 600 --redundancy 8", capsys)
-    assert set(found) == {"mu", "stack_lower_bound", "stack_mean", "r_star"}
-    [row] = [row for row in ROWS if row[:2] == (600, 8)]
-    assert f"{found['mu']:.1f}" == row[2] and f"{found['stack_lower_bound']:.2f}" == row[4]
-    assert found["r_star"] == 10
-    assert set(plan("theory --groups 600 --redundancy 8 --failures 300", capsys)) == {*found, "rho"}
-
-
 def test_a_range_gets_a_list_of_answers_in_its_order(capsys):
-    found = plan("theory --groups 200,600 --redundancy 2..4", capsys)
-    printed = [row[2] for row in ROWS if row[0] in (200, 600) and row[1] <= 4]
-    assert [f"{answer['mu']:.1f}" for answer in found] == printed
+    found = plan("place --groups 200,600 --redundancy 2..4", capsys)
+    assert [tuple(answer["ruler"]) for answer in found] == [ruler(n, r) for n in (200, 600) for r in (2, 3, 4)]
 
 
-def test_place_answers_with_a_ruler_and_writes_the_layout(capsys, tmp_path):
-    path = tmp_path / "layout.json"
-    found = plan(f"place --groups 21 --redundancy 5 --out {path}", capsys)
+def test_place_answers_with_a_ruler(capsys):
+    found = plan("place --groups 21 --redundancy 5", capsys)
     assert set(found) == {"ruler", "max_overlap"} and found["max_overlap"] == 1 and len(found["ruler"]) == 5
-    layout = json.loads(path.read_text())
-    assert layout["ruler"] == found["ruler"] and len(layout["orders"]) == 21
-    assert all(order == [(w + mark) % 21 for mark in found["ruler"]] for w, order in enumerate(layout["orders"]))
 
 
 def test_place_takes_a_ruler_that_is_one(capsys):
@@ -81,7 +64,6 @@ def test_reorder_is_what_scipy_finds(failed, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        "theory --groups 200 --redundancy 2..12 --failures 10",
         "place --groups 200 --redundancy 12",
         "reorder --groups 20 --redundancy 4 --failed 1,2,5",
         "reorder --groups 7 --redundancy 3 --failed 0..4",
@@ -96,22 +78,18 @@ def test_people_get_text(words, capsys):
     ("words", "said"),
     [
         ("", "needs a subcommand"),
-        ("theory --groups 10 --redundancy 11", "at most 10"),
-        ("theory --groups 10 --redundancy 1", "redundancy 1"),
-        ("theory --groups 1 --redundancy 2", "1 groups"),
-        ("theory --groups 10 --redundancy 5..2", "empty"),
-        ("theory --groups 10 --redundancy two", "neither a number"),
-        ("theory --groups 10 --redundancy ", "expected one argument"),
-        ("theory --groups 9999999 --redundancy 2", "beyond"),
-        ("theory --groups 10 --redundancy 3 --failures 10", "10 failures"),
-        ("theory --groups 10 --redundancy 3 --failures -1", "-1 failures"),
+        ("place --groups 10 --redundancy 11", "11"),
+        ("place --groups 10 --redundancy 1", "redundancy 1"),
+        ("place --groups 1 --redundancy 2", "1 groups"),
+        ("place --groups 10 --redundancy 5..2", "empty"),
+        ("place --groups 10 --redundancy two", "neither a number"),
+        ("place --groups 10 --redundancy ", "expected one argument"),
+        ("place --groups 9999999 --redundancy 2", "beyond"),
         ("place --groups 200 --redundancy 13", "is 12"),
         ("place --groups 2 --redundancy 2", "3 groups"),
         ("place --groups 13 --redundancy 3 --ruler 0,1,2", "two types would share"),
         ("place --groups 13 --redundancy 4 --ruler 0,1,3", "3 marks"),
         ("place --groups 13 --redundancy 3 --ruler 0,1,14", "mark 14"),
-        ("place --groups 13 --redundancy 3 --out /nowhere/at/all", "cannot be written"),
-        ("place --groups 13 --redundancy 2..3 --out layout", "a single layout"),
         ("reorder --groups 13 --redundancy 4 --failed 13", "group 13"),
         ("reorder --groups 13 --redundancy 4 --failed -1", "group -1"),
         ("reorder --groups 13 --redundancy 4 --failed 1,2,1", "group 1 is named more than once"),

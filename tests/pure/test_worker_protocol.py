@@ -11,7 +11,8 @@ import pytest
 from ft.base.errors import EpochClosed
 from ft.faults.hang.format import is_in_own_wait
 from ft.faults.hang.look import Rank
-from ft.job.messages import Close, Finish, Open, Repair, Resume, Seat
+from ft.job.messages import Close, Finish, Open, Repair, Resume
+from ft.job.parts import Seat
 from ft.worker import protocol
 from ft.worker.progress import Progress
 from ft.worker.protocol import Orders

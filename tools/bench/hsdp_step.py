@@ -252,7 +252,7 @@ def alternate(arguments, job, session, cross, sides: dict, times: dict, watch: W
 
 
 def result(arguments: argparse.Namespace, job, times: dict, watch: Watch) -> dict:
-    from megatron.ft_trainer.logging.figures import count_parameters
+    from megatron.ft_trainer.logging.runlog import count_parameters
 
     wall = {name: [one[0] for one in blocks] for name, blocks in times.items()}
     cpu = {name: statistics.median(one[1] for one in blocks) for name, blocks in times.items()}

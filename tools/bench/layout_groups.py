@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT)]
 
 from ft.base.errors import UserError  # noqa: E402
 from ft.job.control.repairs import RebuildPlan, plan_rebuild  # noqa: E402
-from ft.job.messages import GroupReport  # noqa: E402
+from ft.job.parts import GroupReport  # noqa: E402
 from ft.net.codec import Numbers  # noqa: E402
 from ft.state.groups.backends import connections  # noqa: E402
 from ft.state.groups.seam import BACKEND, take_over  # noqa: E402

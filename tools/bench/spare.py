@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
-from ft.lab.plan.goodput.papers import spare_tables  # noqa: E402
-from ft.lab.plan.spare import theory  # noqa: E402
+from closed_forms import spare_tables, trials  # noqa: E402
+
 from ft.systems.spare.controller import Controller  # noqa: E402
 from ft.systems.spare.placement import Placement  # noqa: E402
 from ft.systems.spare.ruler import ruler  # noqa: E402
@@ -65,13 +65,13 @@ def calls(placement: Placement, trials: int, accelerate: bool) -> list[float]:
     return found
 
 
-def table(rows: list, trials: int) -> dict[str, float]:
+def table(rows: list, number: int) -> dict[str, float]:
     """Measure the seconds of the Monte Carlo for these rows, after rulers are computed and code is compiled."""
     placements = [Placement(groups, ruler(groups, redundancy)) for groups, redundancy, *_ in rows]
-    theory.trials(placements[0], 1, SEED)
+    trials(placements[0], 1, SEED)
     wall, core = time.perf_counter(), time.process_time()
     for placement in placements:
-        theory.trials(placement, trials, SEED)
+        trials(placement, number, SEED)
     wall, core = time.perf_counter() - wall, time.process_time() - core
     return {"table_s": round(wall, 2), "table_cpu_s": round(core, 2)}
 

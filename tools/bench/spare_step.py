@@ -98,7 +98,7 @@ def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -
 
 
 def result(arguments: argparse.Namespace, job, times: dict) -> dict:
-    from megatron.ft_trainer.logging.figures import count_parameters
+    from megatron.ft_trainer.logging.runlog import count_parameters
     from megatron.patches import replicas
 
     pairs = list(zip(times["spare"], times["plain"], strict=True))

@@ -19,17 +19,18 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from msgspec import structs
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft.lab.estimate.answer import Estimate, Question, cluster_of, estimate  # noqa: E402
-from ft.lab.estimate.command import FIELDS, question, read_file  # noqa: E402
+from ft.lab.estimate.cluster import Layout  # noqa: E402
+from ft.lab.estimate.command import KEYS, Question, cluster_of, estimate, question, shares  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 from ft.systems.dmr.plan.check import problems  # noqa: E402
-from ft.systems.dmr.plan.trace import INTER, INTRA  # noqa: E402
+from ft.systems.dmr.plan.trace import Plan  # noqa: E402
 
 READINGS = ("idle", "naive", "rates")
 
@@ -52,6 +53,14 @@ class Printed:
     def naive(self) -> float:
         """Return the overhead of naive DMR that the two figures imply."""
         return (1 + self.gain) * (1 + self.overhead) - 1
+
+
+class Planned(NamedTuple):
+    """The plan of a layout, and the share of an iteration without DMR for which a stage is idle on average."""
+
+    layout: Layout
+    idle: float
+    plan: Plan
 
 
 PAPER = {
@@ -89,15 +98,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibration", choices=READINGS, default="idle", help="the reading (default: idle)")
     parser.add_argument("--no-bubbles", action="store_true", help="do not use pipeline bubbles, as in the paper")
-    parser.add_argument("--batch", help="batch sizes, in sequences (default: 16,32,64)")
+    parser.add_argument("--batch", default="16,32,64", help="batch sizes, in sequences (default: 16,32,64)")
     parser.add_argument("--only", default="", help="only configurations whose name contains this text")
     given = parser.parse_args(argv)
     # Traces are hundreds of thousands of objects without cycles; the cycle collector would take a fifth of the time.
     gc.disable()
     names = [name for name in PAPER if given.only in name]
-    found = {name: _estimates(_asked(name, given)) for name in names}
+    batches = tuple(map(int, given.batch.split(",")))
+    found = {name: _estimates([_asked(name, batch, given) for batch in batches]) for name in names}
     print(f"reading: {given.calibration}; bubbles {'unused' if given.no_bubbles else 'used'}; mean of batches ", end="")
-    print(f"{given.batch or '16,32,64'}\n")
+    print(f"{given.batch}\n")
     rows = [_row(name, *found[name]) for name in names]
     print(table(HEAD, rows, right=range(1, len(HEAD) - 1)))
     below = sum(_mean(found[name][1], 3) <= PAPER[name].overhead for name in names)
@@ -109,56 +119,57 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _estimates(asked: Question) -> tuple[float, list[Estimate]]:
-    """Return the slowdown of transfers, and the estimate of each batch."""
-    cluster = cluster_of(asked)
-    return cluster.slowdown, [_checked(estimate(asked, layout, cluster)) for layout in asked.layouts]
+def _estimates(asked: list[Question]) -> tuple[float, list[Planned]]:
+    """Return the slowdown of transfers, which is that of the middle batch for all of them, and the plan of each."""
+    by_batch = sorted(asked, key=lambda one: one.layout.batch)
+    slowdown = cluster_of(by_batch[len(by_batch) // 2]).slowdown
+    return slowdown, [_planned(one, slowdown) for one in asked]
 
 
-def _asked(name: str, given: argparse.Namespace) -> Question:
-    values = read_file(ROOT / "examples" / "dmr" / f"{name}.toml")
-    values |= {"batch": FIELDS["batch"].read(given.batch)} if given.batch else {}
-    if given.calibration != "idle":
-        values.pop("idle")
-    if given.calibration == "naive":
-        values["naive-overhead"] = PAPER[name].naive
-    asked = question(values)
-    kinds = tuple(kind for kind in INTER + INTRA if not (given.no_bubbles and kind == "bubble"))
-    return replace(asked, kinds=kinds)
+def _asked(name: str, batch: int, given: argparse.Namespace) -> Question:
+    words = [str(ROOT / "examples" / "dmr" / f"{name}.toml"), "--batch", str(batch)]
+    words += ["--bubbles", "false"] if given.no_bubbles else []
+    words += ["--naive-overhead", str(PAPER[name].naive)] if given.calibration == "naive" else []
+    parser = argparse.ArgumentParser()
+    KEYS.add_flags(parser)
+    asked = question(parser.parse_args(words))
+    return replace(asked, calibration=None) if given.calibration == "rates" else asked
 
 
-def _checked(one: Estimate) -> Estimate:
-    """Return the estimate without its trace, which is large.
+def _planned(asked: Question, slowdown: float) -> Planned:
+    """Return the plan without its trace, which is large, and the idle share without it.
 
     Raises:
         RuntimeError: the plan is invalid.
     """
-    plan = one.plan
+    cluster = replace(asked.cluster, slowdown=slowdown)
+    plan = estimate(asked, cluster)
     overheads = [phase.overhead for phase in plan.phases]
     wrong = next(problems(plan), None)
     if wrong is not None:
         raise RuntimeError(wrong)
     if sorted(overheads, reverse=True) != overheads:
         raise RuntimeError(f"phases make it worse: {overheads}")
-    return replace(one, plan=structs.replace(plan, trace=None, assign={}, segments={}))
+    idle = shares(asked.model, asked.layout, cluster).idle
+    return Planned(asked.layout, idle, structs.replace(plan, trace=None, assign={}, segments={}))
 
 
-def _mean(found: list[Estimate], phase: int) -> float:
+def _mean(found: list[Planned], phase: int) -> float:
     return fmean(one.plan.phases[phase].overhead for one in found)
 
 
-def _row(name: str, slowdown: float, found: list[Estimate]) -> list[str]:
+def _row(name: str, slowdown: float, found: list[Planned]) -> list[str]:
     paper = PAPER[name]
     means = [_mean(found, phase) for phase in range(4)]
     gain = fmean(one.plan.predicted.gain for one in found)
     return [
-        *(name, str(found[0].layout.pp), f"{slowdown:.2f}", percent(fmean(one.shares.idle for one in found))),
+        *(name, str(found[0].layout.pp), f"{slowdown:.2f}", percent(fmean(one.idle for one in found))),
         *(percent(means[0]), percent(paper.naive), *(percent(mean) for mean in means[1:]), percent(paper.overhead)),
         *("+" + percent(gain), "+" + percent(paper.gain), "at or below" if means[3] <= paper.overhead else "ABOVE"),
     ]
 
 
-def _ablation(name: str, found: list[Estimate]) -> str:
+def _ablation(name: str, found: list[Planned]) -> str:
     rows = []
     for phase, printed in enumerate(PAPER[name].gains, start=1):
         ours = [percent(one.plan.phases[phase].gain) for one in found]

@@ -15,6 +15,7 @@ from ft.adapters.megatron_lm import tree
 from ft.base.errors import UserError
 from ft.base.step_clock import CLOCK, DATA
 from ft.protection.contract import DataShare, StreamView
+from megatron.patches import swapped_pipeline
 from megatron.patches.replace import replace
 
 
@@ -121,7 +122,10 @@ class Iterators:
         stage = getattr(provider, "keywords", {}).get("vp_stage")
         if stage not in self._datasets:
             is_whole = self._share is None
-            made = self._build_datasets(provider, *args, **kwargs) if is_whole else self._part(provider, self._share)
+            with swapped_pipeline.reading():
+                made = (
+                    self._build_datasets(provider, *args, **kwargs) if is_whole else self._part(provider, self._share)
+                )
             self._datasets[stage] = made
         return self._datasets[stage]
 

@@ -20,6 +20,7 @@ from ft.adapters.megatron_lm.state import Run
 from ft.base import events
 from ft.base.errors import FtError, LastSaveFailed
 from ft.faults.verdict import RETRY, of_error
+from ft.state.snapshot import optimizers
 from megatron.core import parallel_state, tensor_parallel
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -228,6 +229,9 @@ def finish() -> None:
 def reported(run: Run, step: int, is_last: bool) -> Iterator[None]:
     """Write an event about the save of ``step`` that happens inside: rank 0 if it succeeds, any rank on which it fails.
 
+    All ranks that save have to call it. Meanwhile all parameters count the same optimizer steps, those of a rebuilt
+    stage, too, because a checkpoint has one count.
+
     Raises:
         LastSaveFailed: the save has failed, and the run ends after it (``is_last``). The other ranks may wait for this
             one in the save, so the run cannot go on.
@@ -238,7 +242,10 @@ def reported(run: Run, step: int, is_last: bool) -> Iterator[None]:
             run.session.observe(name, step=step, folder=str(run.args.save), **values)
 
     try:
-        yield
+        counted = torch.tensor(optimizers.steps(run.optimizer), device=run.device)
+        dist.all_reduce(counted, dist.ReduceOp.MAX)
+        with optimizers.counted_alike(run.optimizer, int(counted)):
+            yield
     except FtError:  # of a protection: the save is interrupted
         raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception

@@ -22,6 +22,7 @@ from ft.job.control.state import (
     Vacancy,
     Worker,
 )
+from ft.job.parts import Seat
 
 MOST_FAILED_STARTS = 3
 """After so many standbys in a row that ended before they were ready, no further standby is started."""
@@ -118,9 +119,11 @@ def _open(state: ControlState, joiners: list[int], fresh: bool, reason: str, out
     for rank, worker in state.by_rank().items():
         worker.repaired, worker.done = None, False
         domains = dict(state.agents[worker.node].joined.domains)
-        seats[rank] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
+        seats[rank] = Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
     host = state.agents[state.seated()[0].node]  # the rendezvous store has to be on a node of the epoch's workers
-    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.joined.rendezvous_address)
+    copies = {rank: state.copies[rank] for rank in joiners if rank in state.copies}
+    address = host.joined.rendezvous_address
+    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), address, copies)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {str(rank): seat.worker for rank, seat in seats.items()}
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)

@@ -91,7 +91,10 @@ def at_work(found: m.HangJudged | None) -> set[int]:
 
 
 class Answers:
-    """The answers to the last look. The search for the cause has a thread of its own: it takes time in a large run."""
+    """Collects what workers answer when they are asked what they are doing, and then searches for the cause of a hang.
+
+    The search has a thread of its own, because it takes time in a large run.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self._number = folder, 0

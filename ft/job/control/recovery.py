@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from ft.job.control import repairs
 from ft.job.control.membership import place_ranks
 from ft.job.control.state import ControlState, GridPosition, Worker
-from ft.job.messages import Holdings, Neighbours, Source
+from ft.job.parts import Holdings, Neighbours, Source
 
 IN_PLACE, STANDBY, COPY, REPLICA = "in place", "standby", "copy elsewhere", "another replica"
 REORDER, CHECKFREE, CHECKPOINT, END = "reorder", "CheckFree", "checkpoint", "end"

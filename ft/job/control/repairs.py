@@ -10,7 +10,8 @@ same step (I4).
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ft.job.messages import ELSEWHERE, GroupReport, Holdings, Repair, Source, WorkerRepaired
+from ft.job.messages import Repair, WorkerRepaired
+from ft.job.parts import ELSEWHERE, GroupReport, Holdings, Source
 
 
 def choose(

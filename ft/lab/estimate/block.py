@@ -14,8 +14,7 @@ shares of the documented peak rates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft.lab.estimate.layout import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, Cluster, Layout
-from ft.lab.estimate.models import Model
+from ft.lab.estimate.cluster import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, Cluster, Layout, Model
 
 BF16, FP32 = 2, 4
 BACKWARD = ".backward"

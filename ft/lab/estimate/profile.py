@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from ft.lab.estimate import block
 from ft.lab.estimate.block import BF16, FP32, Step, Transfer, Work, message_seconds, read_seconds, seconds
-from ft.lab.estimate.layout import RESERVED, Cluster, Layout
-from ft.lab.estimate.models import Model
+from ft.lab.estimate.cluster import RESERVED, Cluster, Layout, Model
 from ft.systems.dmr.plan.predict import Timeline, idle, simulate
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Memory, Operator, Tensor, Trace, Window
 from ft.systems.schedule.kinds import Pipeline

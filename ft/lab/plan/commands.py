@@ -6,10 +6,10 @@ from ft.lab.estimate import command
 _SUBCOMMANDS = (
     "ft.lab.plan.goodput.buy",
     "ft.lab.plan.goodput.views",
-    "ft.lab.plan.snapshot.commands",
-    "ft.lab.plan.goodput.policy",
-    "ft.lab.plan.schedule.commands",
-    "ft.lab.plan.spare.commands",
+    "ft.lab.plan.snapshot.command",
+    "ft.lab.plan.policy",
+    "ft.lab.plan.schedule",
+    "ft.lab.plan.spare",
 )
 
 

@@ -54,8 +54,6 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
                     train_step(job)
         except torch.OutOfMemoryError as error:
             raise UserError(f"the model does not fit this device: {error}", "--layers 2, or a smaller model") from error
-        for loader in filter(None, job.train_loaders or []):
-            loader.close()
 
 
 def alone(options: Options, layers: int = 0) -> Options:
@@ -81,7 +79,6 @@ def alone(options: Options, layers: int = 0) -> Options:
         data=DataOptions(
             mock_data=True,
             seq_length=options.data.seq_length,
-            num_workers=0,
             reset_position_ids=options.data.reset_position_ids,
             reset_attention_mask=options.data.reset_attention_mask,
             eod_mask_loss=options.data.eod_mask_loss,

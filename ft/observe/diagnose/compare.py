@@ -508,7 +508,7 @@ def _copies(found: Comparison, run: int, finding: DifferingPiece) -> tuple[int, 
 
 def _pipeline_first(run: Mapping[str, Any]) -> bool:
     """Return whether the run that a manifest describes used --use-tp-pp-dp-mapping."""
-    return bool(run.get("options", {}).get("parallel", {}).get("use_tp_pp_dp_mapping"))
+    return bool(run.get("options", {}).get("core", {}).get("use_tp_pp_dp_mapping"))
 
 
 _GATHERED = "fully_reshardable"

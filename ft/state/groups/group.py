@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import EpochClosed, UserError
 from ft.faults.hang.look import RECV, SEND, channel
-from ft.job.messages import GroupReport
+from ft.job.parts import GroupReport
 from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
 from ft.state.groups.device import DEVICE, STALLS, Place

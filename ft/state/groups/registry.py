@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from ft.base.errors import EpochClosed, FtError
 from ft.faults.hang.look import Departure, Operation, operation_name
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import GroupReport
+from ft.job.parts import GroupReport
 from ft.net.codec import Numbers
 from ft.net.store import StoreConnection
 from ft.state import device

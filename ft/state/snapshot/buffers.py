@@ -429,16 +429,7 @@ class PingPong:
         still in the live tensors, and the other slot has the step before, which may be the newest one that peers hold.
         """
         with self._lock:
-            slot = min(
-                self._slots,
-                key=lambda s: (
-                    not (own and s.step == step),
-                    s.status is Status.COMPLETE,
-                    s.step <= step,
-                    s.step,
-                    s.epoch,
-                ),
-            )
+            slot = self._slots[self._next(step, own)]
             slot.turn(Status.STAGING)
             slot.step, slot.epoch = step, epoch
         spare = None
@@ -446,6 +437,24 @@ class PingPong:
             spare, self.spare = self.spare, None
         slot.fit(tables, self.pinned, spare)
         return slot
+
+    def adopt(self, slot: Slot) -> None:
+        """Take over a complete slot that was filled elsewhere, in the place of the one that ``begin`` would return."""
+        with self._lock:
+            self._slots[self._next(slot.step, False)] = slot
+            slot.turn(Status.COMPLETE)
+
+    def _next(self, step: int, own: bool) -> int:
+        return min(
+            range(len(self._slots)),
+            key=lambda index: (
+                not (own and self._slots[index].step == step),
+                self._slots[index].status is Status.COMPLETE,
+                self._slots[index].step <= step,
+                self._slots[index].step,
+                self._slots[index].epoch,
+            ),
+        )
 
     def commit(self, slot: Slot) -> None:
         with self._lock:

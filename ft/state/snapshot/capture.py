@@ -10,7 +10,8 @@ part of the state            where a snapshot has it
 main parameters and          ``owned``: shards of the distributed optimizer, experts under expert parallelism, and
 optimizer state              everything if there is no data parallelism; otherwise ``replicated``
 frozen parameters            ``replicated`` (``owned`` without data parallelism)
-module buffers               blobs: forward passes change them, so they are copied at once
+module buffers, scales of    blobs: forward passes change them, so they are copied at once
+fp8 (delayed scaling)
 numbers of the optimizer     envelope: values of parameter groups, step counts that are Python numbers
 schedule, loss scaler        envelope
 random number generators     blobs
@@ -27,7 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ft.base.errors import UserError
-from ft.state.snapshot import optimizers, rng
+from ft.state.snapshot import fp8, optimizers, rng
 from ft.state.snapshot.state import RankState
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -69,6 +70,7 @@ class Capture:
             for key, held in part._buffers.items()
             if held is not None
         }
+        self._scales = fp8.DelayedScaling(chunks)
         self._layout = _layout()
         self._owned: dict[str, torch.Tensor] = {}
         self._replicated: dict[str, torch.Tensor] = {}
@@ -94,8 +96,10 @@ class Capture:
         """
         if self._storages is None or self._storages != self._find_storages():
             self._find()
+        scaled = self._scales.order()
         envelope = {
             "layout": self._layout,
+            "fp8": scaled,
             "groups": [
                 [optimizers.numbers(group) for group in optimizers.groups(part.optimizer)] for part in self._parts
             ],
@@ -104,7 +108,7 @@ class Capture:
             "scheduler": None if self._scheduler is None else optimizers.numbers(self._scheduler.state_dict()),
             "extra": extra,
         }
-        blobs = rng.blobs()
+        blobs = rng.blobs() | {fp8.BLOB: self._scales.encoded(scaled)}
         for name, (holder, key) in self._buffers.items():
             blobs[name] = holder[key].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return RankState(self._owned, self._replicated, envelope, blobs)
@@ -136,6 +140,7 @@ class Capture:
                 saved = torch.frombuffer(bytearray(blobs[name]), dtype=torch.uint8) if blobs[name] else None
                 if saved is not None:
                     buffer.copy_(saved.view(buffer.dtype).view(buffer.shape))
+        self._scales.restore(envelope["fp8"], blobs[fp8.BLOB])
         rng.restore(blobs)
         extra: dict[str, Any] = envelope["extra"]
         return extra

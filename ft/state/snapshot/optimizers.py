@@ -1,7 +1,8 @@
-"""Reads and writes the state of the torch optimizers inside megatron-core's optimizers, for snapshots."""
+"""Reads and writes the state of the torch optimizers in megatron-core's, for snapshots and checkpoints."""
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -258,3 +259,45 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def steps(optimizer: Any) -> int:
+    """Return the maximum step count of this rank's parameters; 0 if the optimizers are not torch's."""
+    return max((int(held["step"]) for held, _ in _counting(optimizer)), default=0)
+
+
+@contextmanager
+def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
+    """Return a context in which every parameter's step count is ``steps``, with Adam's moments rescaled accordingly.
+
+    A checkpoint has one step count for all parameters, but after CheckFree has rebuilt a lost pipeline stage, the
+    parameters of that stage count from zero. The moments are scaled by the ratio of their bias corrections, where own
+    is the parameter's count: m (1 - beta^steps) / (1 - beta^own).
+    """
+    kept = []
+    for held, betas in _counting(optimizer):
+        own = int(held["step"])
+        if own == steps:
+            continue
+        kept.append((held, dict(held)))
+        held["step"] = torch.full_like(held["step"], steps) if isinstance(held["step"], torch.Tensor) else steps
+        for key, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
+            if own and key in held:
+                held[key] = held[key] * ((1 - beta**steps) / (1 - beta**own))
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.update(before)
+
+
+def _counting(optimizer: Any) -> Iterator[tuple[dict[str, Any], tuple[float, ...]]]:
+    """Yield (optimizer state, Adam's betas) of each parameter whose state has a step count."""
+    for part in parts(optimizer):
+        if not wraps_torch_optimizer(part):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                held = {} if parameter is None else part.optimizer.state.get(parameter, {})
+                if "step" in held:
+                    yield held, group.get("betas", ())

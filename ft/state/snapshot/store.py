@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from ft.base.errors import EpochClosed, FallbackError, RecoverableError
-from ft.job.messages import Holdings, Source
+from ft.job.parts import Holdings, Source
 from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
 from ft.state.snapshot.buffers import Part, Slot
@@ -310,6 +310,7 @@ class Snapshots:
             EpochClosed: ``epoch`` was closed.
         """
         self._leave_what_was(epoch, step)
+        self._transport.take_ahead({}, step, self.rank)
         self._stock.drop_after(step)
         self._taken = self._safe = step
 
@@ -400,10 +401,14 @@ class Snapshots:
             FallbackError: no source has a usable snapshot.
         """
         problems: list[str] = []
+        fetched = self._transport.take_ahead(tables, step, source.owned)
         if source.owned == self.rank:
             slot = self._sound_own(tables, step, envelope_only, problems)
             if slot is not None:
                 return slot, {OWNED: "own", REPLICATED: "own"}
+        if fetched is not None:
+            slot, holder = fetched
+            return slot, {OWNED: f"copy:{holder}", REPLICATED: "none"}
         slot = self._stock.own.begin(step, epoch, tables)
         complete = False
         try:

@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ft.base.errors import FallbackError
-from ft.job.messages import Holdings
+from ft.job.parts import Holdings
 from ft.net.framed import FramedChannel, Mark
 from ft.net.streams import Network, TcpNetwork
 from ft.state.layout import Memory, Table
+from ft.state.snapshot.ahead import Ahead
 from ft.state.snapshot.buffers import Part, PingPong, Slot, Status
 from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.state.transfer import pull
@@ -200,6 +201,7 @@ class SnapshotServer(Holder):
         self._addresses: dict[int, str] = {}
         self._senders: dict[int, Sender] = {}
         self._fetching: tuple[int, pull.Source] | None = None
+        self._ahead: tuple[int, Ahead] | None = None
         self._is_closed = False
         self._listener = serve(self._network, token, self, patience_s=patience_s, name="ft-snapshot")
         self.address = self._listener.address
@@ -265,7 +267,7 @@ class SnapshotServer(Holder):
         whom = f"logical rank {holder} at {address}"
         for attempt in range(_FETCH_TRIES):
             time.sleep(0.05 * attempt)
-            source = pull.Source(self._network, address, self._token, self._patience)
+            source = self._connection(address)
             self._fetching = (epoch, source)
             try:
                 self._check_open(epoch)
@@ -285,6 +287,22 @@ class SnapshotServer(Holder):
                 self._fetching = None
                 source.close()
         raise PeerLost(f"cannot fetch from {whom}: {problem}") from problem
+
+    def fetch_ahead(self, rank: int, epoch: int, holders: Mapping[int, str]) -> None:
+        """Begin to fetch the newest copy of a logical rank, before it is known which one is restored.
+
+        Args:
+            rank: the logical rank, which this worker is about to take over.
+            epoch: epoch in which it does; the end of this epoch ends the fetch.
+            holders: logical rank of a worker that may have the copy -> address of its server.
+        """
+        connect_s = min(CONNECT_S, self._patience)
+        self._ahead = epoch, Ahead(rank, holders, self._connection, self.stock.own, connect_s)
+
+    def take_ahead(self, tables: Mapping[str, Table], step: int, holder: int) -> tuple[Slot, int] | None:
+        """End :meth:`fetch_ahead`, and return what it has fetched: see :meth:`ft.state.snapshot.ahead.Ahead.take`."""
+        ahead, self._ahead = self._ahead, None
+        return None if ahead is None else ahead[1].take(tables, step, holder)
 
     def reach_itself(self, patience_s: float) -> None:
         """Ask this server, over its own address, for a snapshot that nobody has, and wait for the answer.
@@ -313,9 +331,11 @@ class SnapshotServer(Holder):
             self.closed = max(self.closed, epoch)
         for arrival in self._over():
             arrival.channel.shutdown()
-        fetching = self._fetching
+        fetching, ahead = self._fetching, self._ahead
         if fetching is not None and fetching[0] <= epoch:
             fetching[1].cut("cancelled")
+        if ahead is not None and ahead[0] <= epoch:
+            ahead[1].cut()
         with self.lock:
             senders = list(self._senders.values())
         for sender in senders:
@@ -341,11 +361,11 @@ class SnapshotServer(Holder):
         self.stock.close()
 
     def find(self, mark: Mark, section: str) -> Held:
-        slot = self.stock.find(mark.rank, mark.step)
+        slot = self.stock.find(mark.rank, None if mark.step == -1 else mark.step)
         if slot is None or section not in slot.parts or section not in (OWNED, REPLICATED):
             later = mark.rank == self.stock.rank and self.stock.own.is_coming(mark.step)
             raise NotHeld(f"this worker does not hold that snapshot (it holds {self.stock.holdings()})", later)
-        return _HeldSnapshot(slot, Mark(mark.rank, mark.step, slot.epoch), section)
+        return _HeldSnapshot(slot, Mark(mark.rank, slot.step, slot.epoch), section)
 
     def begin(self, channel: FramedChannel, mark: Mark, table: bytes, envelope: bytes) -> Arrival:
         layout = self._known_table(mark.rank, table)
@@ -357,6 +377,9 @@ class SnapshotServer(Holder):
             arrival.__exit__()
             raise
         return arrival
+
+    def _connection(self, address: str) -> pull.Source:
+        return pull.Source(self._network, address, self._token, self._patience)
 
     def _known_table(self, owner: int, encoded: bytes) -> Table:
         newest = self.stock.copies(owner).find()

@@ -76,14 +76,28 @@ class Source:
         receive, if the source has several.
         """
         with self._failures():
-            answer = self._when_held(ASK, wanted, section)
-            theirs, envelope = answer.bodies
+            theirs, envelope = self._ask(wanted, section)
             if theirs != table.encoded:
                 raise Bad(f"has other tensors than this rank: {Table.decode(theirs).difference(table)}")
-            if not all(asked in (-1, given) for asked, given in zip(wanted, answer.mark, strict=True)):
-                raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted}")
-            self._mark = answer.mark
-            return _sound(answer, envelope)
+            return envelope
+
+    def offer(self, wanted: Mark, section: str = "") -> tuple[Mark, Table, bytes]:
+        """Do what :meth:`state` does, and return which state the source holds, its layout and its envelope.
+
+        In ``wanted``, -1 stands for whichever the source holds: of a step, its newest.
+        """
+        with self._failures():
+            table, envelope = self._ask(wanted, section)
+            return self._mark, Table.decode(table), envelope
+
+    def _ask(self, wanted: Mark, section: str) -> tuple[bytes, bytes]:
+        """Return the encoded layout of the wanted state, and its envelope; note which state it is."""
+        answer = self._when_held(ASK, wanted, section)
+        table, envelope = answer.bodies
+        if not all(asked in (-1, given) for asked, given in zip(wanted, answer.mark, strict=True)):
+            raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted}")
+        self._mark = answer.mark
+        return table, _sound(answer, envelope)
 
     def envelope(self, wanted: Mark) -> bytes:
         """Return the envelope alone."""

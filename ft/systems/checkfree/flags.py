@@ -44,7 +44,7 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
             "--ft-checkfree-plus does not set the weights of --optimizer-cpu-offload to those of rebuilt ends",
             "drop one of the two, or use --ft-checkfree",
         )
-    if asked.ft_checkfree_plus and any(ends):
+    if asked.ft_checkfree_plus and (any(ends) or p.pipeline_model_parallel_layout):
         yield "--ft-checkfree-plus needs stages with the same number of layers", "split the layers evenly"
     yield from _check_numbers(options)
 
@@ -61,7 +61,14 @@ def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
                 "give both, or neither",
             )
         return
+    if options.core.mtp_num_layers:
+        yield (
+            "--mtp-num-layers has layers behind the output layer, and --ft-checkfree-plus has no copies of them",
+            "drop one of the two, or use --ft-checkfree",
+        )
     per_rank = training.micro_batch_size * grid.dp
+    ramp = getattr(training, "rampup_batch_size", None)  # the reference trainer has none
+    smallest = ramp[0] if ramp else training.global_batch_size
     least = min(grid.pp, training.global_batch_size // per_rank)
     if asked.ft_checkfree_most_in_flight is not None and asked.ft_checkfree_most_in_flight < least:
         yield (
@@ -72,10 +79,10 @@ def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
     if grid.pp < LEAST_STAGES:
         problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
         yield problem, f"give --pipeline-model-parallel-size {LEAST_STAGES} or more"
-    if training.global_batch_size < 2 * per_rank:
+    if smallest < 2 * per_rank:
         yield (
             "--ft-checkfree-plus swaps half of the microbatches of a step, but a step has only one",
-            f"give --global-batch-size {2 * per_rank} or more",
+            f"give --{'rampup-batch-size' if ramp else 'global-batch-size'} {2 * per_rank} or more",
         )
 
 

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from ft.protection.contract import Layer, ModelEnds, Protection, Trainer
+from ft.protection.contract import Layer, Protection, Trainer
 from ft.systems.checkfree.plus.ends import ReplicatedEnds
 from ft.systems.checkfree.plus.pipeline import install
 from ft.systems.checkfree.rebuild import Boost
@@ -14,7 +12,9 @@ from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, Settings
 from ft.systems.hot_swap.layer import RebuildsStages
 from ft.systems.schedule.choose import BEST, Shape, plan
 from ft.systems.schedule.program import Program
+from ft.worker.session import Session
 from megatron.core import parallel_state
+from megatron.patches import swapped_pipeline
 from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
 
 KEY = "checkfree"
@@ -36,15 +36,22 @@ class SwappedEnds(Protection):
     """Swap the first two and the last two stages for half of the microbatches (CheckFree+, section 4.3)."""
 
     features = frozenset({WITH_SWAPPED_ENDS})
-    replicates_ends = True
 
-    def ends(self) -> ModelEnds:
-        ends = SwappedModelEnds(self.asked.flags.ft_checkfree_most_in_flight)
-        self.replicated = ends.replicated
-        return ends
+    def connected(self, session: Session | None) -> None:
+        swapped_pipeline.build_with(self._replicate)
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
+        """Have the pipeline run the cheapest CheckFree+ schedule within the bound of --ft-checkfree-most-in-flight."""
+        install(trainer.chunks[0], self.replicated, self._planned)
         return SwappedEndsLayer(self.replicated)
+
+    def _replicate(self) -> ReplicatedEnds:
+        self.replicated = ReplicatedEnds()
+        return self.replicated
+
+    def _planned(self, microbatches: int) -> Program:
+        stages, bound = self.replicated.stages, self.asked.flags.ft_checkfree_most_in_flight
+        return plan(BEST, Shape(stages, microbatches, most_in_flight=bound)).program
 
 
 class SwappedEndsLayer(Layer):
@@ -52,35 +59,6 @@ class SwappedEndsLayer(Layer):
 
     def __init__(self, ends: ReplicatedEnds):
         self.ends = ends
-
-
-class SwappedModelEnds:
-    """A stage's part in CheckFree+ while the model is built (``ft.protection.contract.ModelEnds``).
-
-    All ranks have to construct it.
-
-    Args:
-        most_in_flight: bound of the microbatches whose activations a stage holds; None: no bound, the cheapest schedule
-            decides.
-    """
-
-    def __init__(self, most_in_flight: int | None):
-        self.replicated, self._most_in_flight = ReplicatedEnds(), most_in_flight
-        roles = self.replicated.roles
-        self.embeds, self.heads, self.holds_copy = roles.embeds, roles.heads, roles.holds_copy
-
-    def built(self, chunk: torch.nn.Module) -> None:
-        """Make both copies of the embedding and of the output layer equal, and mark them for megatron-core."""
-        self.replicated.equalize(chunk)
-        self.replicated.mark(chunk)
-
-    def connected(self, chunk: torch.nn.Module) -> None:
-        """Have the pipeline run the cheapest CheckFree+ schedule within the bound."""
-        install(chunk, self.replicated, self._planned)
-
-    def _planned(self, microbatches: int) -> Program:
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        return plan(BEST, Shape(stages, microbatches, most_in_flight=self._most_in_flight)).program
 
 
 def settings_of(flags: Any, trainer: Trainer, ends: ReplicatedEnds | None = None) -> Settings:

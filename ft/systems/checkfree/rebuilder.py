@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 from ft.base import bounded_json, events
 from ft.base.errors import FallbackError, UserError
-from ft.job.messages import Neighbours, Repair
+from ft.job.messages import Repair
+from ft.job.parts import Neighbours
 from ft.protection.training_state import learnt_buffers
 from ft.state.snapshot import rng
 from ft.systems.checkfree import rebuild

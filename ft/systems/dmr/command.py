@@ -131,7 +131,7 @@ def _add_plan(subparsers) -> None:
 def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--plot`` and ``--json``."""
     parser.add_argument(
-        "--plot", metavar="FILE", help="write a picture of windows and memory over time to this file, as PNG"
+        "--plot", metavar="FILE", help="draw windows and memory over time: a file ending in .png, .svg or .pdf"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -177,10 +177,7 @@ def _answer(found, given: argparse.Namespace) -> None:
         # Imported here because Matplotlib takes longer to import than everything else here.
         from ft.systems.dmr.plan.picture import draw
 
-        try:
-            draw(found, Path(given.plot))
-        except (OSError, ValueError) as error:
-            raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+        draw(found, Path(given.plot))
 
 
 _MOST = 40

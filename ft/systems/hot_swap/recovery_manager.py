@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import FallbackError
 from ft.faults.worker import Injector
-from ft.job.messages import ASIDE, ELSEWHERE, GroupReport, Holdings, Neighbours, Repair, Source
+from ft.job.messages import ASIDE, Repair
+from ft.job.parts import ELSEWHERE, GroupReport, Holdings, Neighbours, Source
 from ft.protection.contract import Layer
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position

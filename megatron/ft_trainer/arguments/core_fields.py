@@ -1,13 +1,18 @@
 """Reads the fields of megatron-core's configuration dataclasses from the sources of the installed release.
 
-The sources are parsed and not imported: importing megatron-core imports torch, which takes seconds, and a command line
-is also read by commands that do not train (``ft run``, ``ft check``).
+Importing megatron-core imports torch, which takes seconds, and a command line is also read by commands that do not
+train (``ft run``, ``ft check``). So only the fields of the classes are executed, with a stand-in for all that core's
+modules import.
 """
 
 import ast
+import builtins
+import dataclasses
 import importlib.util
+import itertools
+import types
+import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -23,28 +28,22 @@ CONFIGS = {
 }
 """Configuration dataclasses of megatron-core, and the source file of each."""
 
-_PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
 
+class _Foreign:
+    """Stands for a name that core's modules import, such as ``torch``, and for all that is made of it."""
 
-@dataclass(frozen=True)
-class CoreField:
-    """One field of a configuration dataclass.
+    def __getattr__(self, name: str) -> "_Foreign":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
 
-    Attributes:
-        name: the field's name.
-        type: the annotation of an option with the field's values: bool, int, float, str, a Literal of the allowed
-            values, or a list of one of these; None: no word can be converted to the field's type.
-        default: its default; None if this is no literal, such as ``torch.float32``.
-        help: the text below the field, as one line.
-        spelling: the entries of the field's metadata about its command-line flag: ``arg_names``, ``default``,
-            ``choices``.
-    """
+    def _itself(self, *args: Any, **options: Any) -> "_Foreign":
+        return self
 
-    name: str
-    type: Any
-    default: Any
-    help: str = ""
-    spelling: dict[str, Any] = field(default_factory=dict, compare=False)
+    def __iter__(self) -> Iterator:
+        return iter(())
+
+    __call__ = __getitem__ = __or__ = __ror__ = _itself
 
 
 def installed_core() -> Path:
@@ -60,19 +59,26 @@ def installed_core() -> Path:
 
 
 @cache
-def fields_of(core: Path, config: str) -> dict[str, CoreField]:
-    """Return name -> field of a configuration dataclass (a key of ``CONFIGS``) and its bases, of the release in
-    ``core``.
+def config_class(core: Path, name: str) -> type:
+    """Return a dataclass with the fields of a configuration (a key of ``CONFIGS``) of the release in ``core``.
+
+    Its attribute ``HELP`` has the text below each field, as one line.
     """
-    tree = _parsed(core / CONFIGS[config])
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == config)
-    found: dict[str, CoreField] = {}
-    for base in body.bases:
-        if isinstance(base, ast.Name) and base.id in CONFIGS:
-            found |= fields_of(core, base.id)
-    for each in _own_fields(body):
-        found[each.name] = each
-    return found
+    body = next(n for n in _parsed(core / CONFIGS[name]).body if isinstance(n, ast.ClassDef) and n.name == name)
+    bases = [config_class(core, b.id) for b in body.bases if isinstance(b, ast.Name) and b.id in CONFIGS]
+    own = [line for line in body.body if isinstance(line, ast.AnnAssign)]
+    plain = ast.Module([ast.ClassDef(name, [ast.Name(b.__name__, ast.Load()) for b in bases], [], own, [])], [])
+    known = {**vars(typing), **vars(dataclasses), **{b.__name__: b for b in bases}, "__name__": __name__}
+    names = {n.id for n in ast.walk(plain) if isinstance(n, ast.Name)} - set(vars(builtins))
+    scope = {each: known.get(each, _Foreign()) for each in names} | known
+    exec(compile(ast.fix_missing_locations(plain), str(CONFIGS[name]), "exec"), scope)
+    made = dataclasses.dataclass(scope[name], kw_only=True)
+    made.HELP = {key: text for base in bases for key, text in base.HELP.items()} | {
+        line.target.id: " ".join(after.value.value.split())
+        for line, after in itertools.pairwise(body.body)
+        if isinstance(line, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+    return made
 
 
 @cache
@@ -80,67 +86,22 @@ def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _own_fields(body: ast.ClassDef) -> Iterator[CoreField]:
-    for line, after in zip(body.body, [*body.body[1:], None], strict=True):
-        if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
-            continue
-        text = ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            text = " ".join(after.value.value.split())
-        default, spelling, is_given = _default(line.value)
-        if is_given:
-            yield CoreField(line.target.id, _type(line.annotation), default, text, spelling)
+def default_of(field: dataclasses.Field) -> Any:
+    """Return the default of a field; None if only core knows it, such as ``torch.float32``."""
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return None if isinstance(value, _Foreign) or value is dataclasses.MISSING else value
 
 
-def _default(value: ast.expr | None) -> tuple[Any, dict[str, Any], bool]:
-    """Return (the default, the metadata about the flag, whether the constructor has an argument for the field)."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "field"):
-        return _literal(value), {}, True
-    words = {word.arg: word.value for word in value.keywords if word.arg}
-    default = _literal(words.get("default"))
-    if "default_factory" in words:
-        default = {"list": [], "dict": {}, "tuple": ()}.get(ast.unparse(words["default_factory"]))
-    spelling = _spelling(words["metadata"]) if "metadata" in words else {}
-    return default, spelling, _literal(words.get("init")) is not False
-
-
-def _spelling(metadata: ast.expr) -> dict[str, Any]:
-    """Return the literals in the metadata of a field about its flag."""
-    found = dict(_entries(dict(_entries(metadata)).get("argparse_meta")))
-    literals = {name: _literal(value) for name, value in found.items()}
-    return {name: value for name, value in literals.items() if value is not None or ast.unparse(found[name]) == "None"}
-
-
-def _entries(node: ast.expr | None) -> Iterator[tuple[Any, ast.expr]]:
-    if isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if key is not None:
-                yield _literal(key), value
-
-
-def _literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal; None: it is none."""
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
-
-
-def _type(node: ast.expr) -> Any:
-    """Return the annotation of the option for an annotation of a field. ``Optional`` and ``| None`` are ignored."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _type(ast.parse(node.value, mode="eval").body)
-    if isinstance(node, ast.Name):
-        return _PLAIN.get(node.id)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        sides = [each for each in (node.left, node.right) if ast.unparse(each) != "None"]
-        return _type(sides[0]) if len(sides) == 1 else None
-    if not isinstance(node, ast.Subscript):
-        return None
-    outer = ast.unparse(node.value).rpartition(".")[2]
-    if outer == "Optional":
-        return _type(node.slice)
-    if outer in ("List", "list"):
-        inner = _type(node.slice)
-        return None if inner is None else list[inner]
-    return Literal[_literal(node.slice)] if outer == "Literal" else None
+def kind_of(annotation: Any) -> Any:
+    """Return the annotation of an option with the values of a field: bool, int, float, str, a Literal of the allowed
+    values, or a list of one of these. None: no word can be converted to the field's type.
+    """
+    if isinstance(annotation, str):
+        annotation = eval(annotation, {**vars(typing), "torch": _Foreign()})
+    origin, inner = typing.get_origin(annotation), [a for a in typing.get_args(annotation) if a is not type(None)]
+    if origin in (typing.Union, types.UnionType):
+        return kind_of(inner[0]) if len(inner) == 1 else None
+    if origin is list:
+        of_one = kind_of(inner[0])
+        return None if of_one is None else list[of_one]
+    return annotation if origin is Literal or annotation in (bool, int, float, str) else None

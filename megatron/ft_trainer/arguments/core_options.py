@@ -7,54 +7,34 @@ its flag another spelling. :class:`SpeltOtherwise` has the flags that Megatron-L
 another default, and those without a field, which determine one or more fields (:mod:`megatron.ft_trainer.model`).
 """
 
-import ast
+import contextlib
+import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
 from ft.base.options import Topic, default_of, field_docs, flag, spellings
-from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
+from megatron.ft_trainer.arguments import core_fields
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 _MOST_LAYERS = 100_000
+"""Largest product of the numbers in a pattern of layers, and so more layers than it has."""
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def pattern(word: str) -> int | list[int]:
     """Parse ``3`` (every third layer) or a 0/1 pattern such as ``[0,1,1]`` or ``([0]*1+[1]*3)*2``."""
-    try:
-        return int(word)
-    except ValueError:
-        pass
-    if not set(word) <= set("0123456789[](),+* "):
-        raise UserError(f"{word!r} is not a pattern of layers", "give N, [0,1,...] or ([0]*a+[1]*b)*c")
-    try:
-        found = _layers(ast.parse(word.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"the pattern of layers {word!r} cannot be read: {error}", "give N or [0,1,...]") from error
-    if not isinstance(found, list) or any(entry not in (0, 1) for entry in found):
-        raise UserError(f"{word!r} is not a list of 0 and 1", "give N or [0,1,...]")
-    return found
-
-
-def _layers(node: ast.expr) -> Any:
-    """Return the value of a whole number, a list of them, a sum of lists, or a list times a whole number."""
-    match node:
-        case ast.Constant(int(value)):
-            return value
-        case ast.List(entries):
-            return [_layers(entry) for entry in entries]
-        case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
-            first, second = _layers(left), _layers(right)
-            is_sum = isinstance(operation, ast.Add)
-            kinds = {type(first), type(second)}
-            count = max((value for value in (first, second) if isinstance(value, int)), default=1)
-            if kinds == ({list} if is_sum else {list, int}) and count <= _MOST_LAYERS:
-                found = first + second if is_sum else first * second
-                if len(found) <= _MOST_LAYERS:
-                    return found
-    raise ValueError(f"it is no list of layers, or has more than {_MOST_LAYERS:,}")
+    if word.isdecimal():
+        return int(word[:9])
+    factors = [int(number[:9]) or 1 for number in re.findall(r"\d+", word)]
+    if set(word) <= set("0123456789[](),+* ") and "**" not in word and math.prod(factors) <= _MOST_LAYERS:
+        with contextlib.suppress(SyntaxError, TypeError, RecursionError, MemoryError):
+            found = eval(word.strip())  # of sums and products of short lists only
+            if isinstance(found, list) and all(entry in (0, 1) for entry in found):
+                return found
+    raise UserError(f"{word!r} is not a pattern of layers", "give N, [0,1,...] or ([0]*a+[1]*b)*c")
 
 
 def stages(word: str) -> str:
@@ -365,36 +345,38 @@ def _wants(o: Any) -> Iterator[Problem]:
 
 def _with_the_fields(base: type) -> type:
     """Return ``base``, a dataclass of options, with one more field for each field of core that has a flag."""
-    core = installed_core()
-    found: dict[str, CoreField] = {}
-    for config in _OF_CONFIGS:
-        found |= {name: each for name, each in fields_of(core, config).items() if name not in found}
-    own, docs = {f.name for f in fields(base)}, field_docs(base)
+    core, found, docs = core_fields.installed_core(), {}, {}
+    for config in (core_fields.config_class(core, name) for name in _OF_CONFIGS):
+        found |= {f.name: f for f in fields(config) if f.init and f.name not in found}
+        docs |= {name: text for name, text in config.HELP.items() if name not in docs}
+    own, docs = {f.name for f in fields(base)}, docs | field_docs(base)
     taken = {spelling for f in fields(base) for group in spellings(f) for spelling in group}
     added = []
     for name, each in found.items():
-        if name in own or name in WITHOUT_FLAG or name.startswith("_") or each.type is None:
+        kind = core_fields.kind_of(each.type)
+        if name in own or name in WITHOUT_FLAG or name.startswith("_") or kind is None:
             continue
-        option = _option(each)
+        option = _option(each, is_switch=kind is bool)
         words = {*option.metadata["on"], *option.metadata["off"]}
         if not taken & words:
-            added.append((name, each.type, option))
+            added.append((name, kind, option))
             taken |= words
     made = make_dataclass("CoreOptions", added, bases=(base,))
     made.__module__ = __name__
     made.__doc__ = "megatron-core: model, experts, precision, layout, data parallelism, optimizer"
-    made.HELP = {f.name: docs.get(f.name) or (found[f.name].help if f.name in found else "") for f in fields(made)}
+    made.HELP = {f.name: docs.get(f.name, "") for f in fields(made)}
     return made
 
 
-def _option(each: CoreField) -> Any:
+def _option(each: Field, *, is_switch: bool) -> Any:
     """Return the dataclass field of the option that follows from a field of core."""
-    dashed, spelt = each.name.replace("_", "-"), list(each.spelling.get("arg_names", ()))
-    default = _OTHER_DEFAULTS.get(each.name, each.spelling.get("default", each.default))
-    if each.type is bool and default is True:
+    spelling = each.metadata.get("argparse_meta", {})
+    dashed, spelt = each.name.replace("_", "-"), list(spelling.get("arg_names", ()))
+    default = _OTHER_DEFAULTS.get(each.name, spelling.get("default", core_fields.default_of(each)))
+    if is_switch and default is True:
         other = [] if each.name in _OTHER_DEFAULTS else [f"--disable-{dashed}"]
         return flag(True, off=spelt or [f"--no-{dashed}", *other])
-    return flag(default, on=spelt or [f"--{dashed}"], choices=each.spelling.get("choices"))
+    return flag(default, on=spelt or [f"--{dashed}"], choices=spelling.get("choices"))
 
 
 if TYPE_CHECKING:

@@ -126,7 +126,7 @@ class DataOptions(Topic):
     """Tokens in a sample."""
 
     num_workers: int = 2
-    """Threads that read samples ahead of the training loop; 0 reads inside it."""
+    """Without effect: this trainer reads samples inside the training loop."""
 
     reset_position_ids: bool = False
     """Start position ids afresh after every end-of-document token."""

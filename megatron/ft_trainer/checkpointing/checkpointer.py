@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from ft.base import events
 from ft.base.errors import UserError
+from ft.state.snapshot import optimizers
 from megatron.core import parallel_state
 from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
-from megatron.ft_trainer.checkpointing import commit, content, inventory, optimizer_state, rng, save
+from megatron.ft_trainer.checkpointing import commit, content, inventory, rng, save
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.inventory import Manifest, bytes_in_words
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
@@ -93,7 +94,7 @@ class Checkpointer:
                 optimizer,
                 scheduler,
                 kind=kind,
-                optimizer_steps=max(share(0 if kind is None else optimizer_state.steps(optimizer), self._group)),
+                optimizer_steps=max(share(0 if kind is None else optimizers.steps(optimizer), self._group)),
                 run=self._run,
                 layout=self._layout,
             ),
@@ -102,7 +103,6 @@ class Checkpointer:
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             keep_last=self._options.keep_last,
             distrusted=self._distrusted,
-            log=self._log,
         )
         self._is_saving = False
         return self._conclude(outcome, is_last)
@@ -206,7 +206,7 @@ class Checkpointer:
             serial=0,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             layout=dict(self._layout),
-            versions={"megatron-core": version("megatron-core"), "torch": torch.__version__},
+            versions={"megatron-core": version("megatron-core"), "torch": str(torch.__version__)},
             optimizer=kind,
             rng_grid=rng.grid()[0],
             run=dict(self._run),

@@ -25,17 +25,9 @@ def explain(error: OSError, path: Path) -> str:
     what = _FULL.get(error.errno, error.strerror or str(error))
     text = f"{error.filename or path}: {what}"
     if error.errno in _FULL:
-        text += f" ({bytes_in_words(free_bytes(path.parent))} free on that file system)"
+        with contextlib.suppress(OSError):
+            text += f" ({bytes_in_words(shutil.disk_usage(path.parent).free)} free on that file system)"
     return text
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that an unprivileged user can still write into ``folder``; 0 if unknown."""
-    try:
-        stat = os.statvfs(folder)
-    except OSError:
-        return 0
-    return stat.f_bavail * stat.f_frsize
 
 
 def check_writable(folder: Path) -> None:

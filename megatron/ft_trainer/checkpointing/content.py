@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base.errors import UserError
+from ft.state.snapshot import optimizers
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
@@ -99,7 +100,7 @@ def to_save(
     Args:
         kind: format of the optimizer state (see :func:`optimizer_kind`); None: it has none.
         optimizer_steps: the step count to save, which a checkpoint stores once for all parameters: the maximum of
-            :func:`optimizer_state.steps` over all ranks.
+            :func:`ft.state.snapshot.optimizers.steps` over all ranks.
         run: information about the run, of which ``args`` has the entry ``options`` (all options, by group).
     """
     metadata = sharding_metadata(kind)
@@ -114,7 +115,7 @@ def to_save(
     contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
     contents |= model_shards(model, metadata)
     if kind is not None:
-        with optimizer_state.counted_alike(optimizer, optimizer_steps):
+        with optimizers.counted_alike(optimizer, optimizer_steps):
             contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
     if scheduler is not None:
         contents["opt_param_scheduler"] = scheduler.state_dict()

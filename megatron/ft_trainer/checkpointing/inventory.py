@@ -19,9 +19,11 @@ import re
 import secrets
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ft.base import bounded_json
 
@@ -33,7 +35,6 @@ COMMON = "common.pt"
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
 _PARTIAL = ".partial"
-_FORMAT = 1
 _BLOCK = 1 << 20
 
 
@@ -41,16 +42,14 @@ class ManifestError(ValueError):
     """Raised if a text is not a manifest, or is a damaged one."""
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True):
     """Size in bytes and CRC-32 of one file."""
 
     bytes: int
     crc32: int
 
 
-@dataclass
-class Manifest:
+class Manifest(msgspec.Struct):
     """The content and origin of a checkpoint.
 
     Args:
@@ -75,11 +74,11 @@ class Manifest:
     optimizer: str | None
     rng_grid: list[int] | None
     run: dict[str, Any]
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[str, FileRecord] = {}
     ckpt_format: str = "torch_dist"
 
     def to_json(self) -> str:
-        body = {"format": _FORMAT, **asdict(self)}
+        body = msgspec.to_builtins(self)
         return json.dumps({"checksum": _checksum(body), **body}, indent=1, default=str) + "\n"
 
     @classmethod
@@ -87,22 +86,15 @@ class Manifest:
         """Parse what :meth:`to_json` wrote.
 
         Raises:
-            ManifestError: the text is not JSON, not a manifest, of another format, or does not match its checksum.
+            ManifestError: the text is not JSON, not a manifest, or does not match its checksum.
         """
         try:
             body = bounded_json.loads(text, non_finite=True)
-            checksum = body.pop("checksum")
+            if body.pop("checksum") == _checksum(body):
+                return msgspec.convert(body, cls)
         except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ManifestError("it is not a manifest") from error
-        if checksum != _checksum(body):
-            raise ManifestError("its own checksum does not match")
-        if body.pop("format", None) != _FORMAT:
-            raise ManifestError(f"its format is not {_FORMAT}")
-        try:
-            body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-            return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ManifestError(f"it lacks a value: {error}") from error
+            raise ManifestError(f"it is not a manifest: {error}") from error
+        raise ManifestError("its own checksum does not match")
 
 
 def bytes_in_words(count: float) -> str:

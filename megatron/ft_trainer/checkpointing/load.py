@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ft.base.errors import FallbackError, UserError
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
 from megatron.ft_trainer.checkpointing import content, inventory, optimizer_state, rng
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.inventory import Entry, Manifest
 from megatron.patches import stored_types
-from megatron.patches.releases import load_strategy
 
 
 class NoUsableCheckpoint(FallbackError, UserError):
@@ -186,20 +184,12 @@ class Loader:
         return manifest, sorted(line for lines in bad for line in lines)
 
     def _read(self, path: Path, wanted: dict) -> dict:
-        """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
-        strategy = load_strategy(path)
-        stored = load_sharded_metadata(str(path), strategy)
-        if "optimizer" in wanted and not optimizer_state.has_moments(each.key for each in stored.values()):
+        """Read ``wanted`` from the checkpoint."""
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        if "optimizer" in wanted and not optimizer_state.has_moments(stored):
             wanted["optimizer"] = optimizer_state.without_moments(wanted["optimizer"])
             self._say(f"{path.name} was saved before the optimizer's first step: the optimizer begins without moments")
-        different = share(tensor_differences(wanted, stored), self.group)
-        if any(different):
-            lines = dict.fromkeys(line for lines in different for line in lines)
-            raise UserError(
-                f"{path} does not fit this model; the first differences:" + "".join(f"\n    {x}" for x in lines),
-                "give the options that the checkpoint was saved with, or another --load",
-            )
-        return dist_checkpointing.load(wanted, str(path), strategy)
+        return dist_checkpointing.load(wanted, str(path))
 
     def _explain_choice(self, entry: Entry, rejected: list[str], tracked: str | None) -> None:
         if rejected:
@@ -218,21 +208,25 @@ class Loader:
 
 @contextlib.contextmanager
 def types_checked(path: Path) -> Iterator[None]:
-    """In this context, a pickle that names what no checkpoint needs is a UserError about the checkpoint at ``path``."""
+    """In this context, a pickle that names what no checkpoint needs, and a tensor that the checkpoint at ``path`` lacks
+    or has in another shape, is a UserError.
+    """
     problem: BaseException | None = None
     try:
         yield
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, CheckpointingException) as error:
         problem = error
     except CheckpointException as error:  # torch's, with those of all ranks
-        problem = next((each for each, _ in error.failures.values() if isinstance(each, pickle.UnpicklingError)), None)
-        if problem is None:
-            raise
-    if problem is not None:
+        found = [each for each, _ in error.failures.values()]
+        problem = next((each for each in found if isinstance(each, pickle.UnpicklingError)), found[0])
+    if isinstance(problem, pickle.UnpicklingError):
         raise UserError(
             f"{path} is refused, because to read it could execute code: {stored_types.reason(problem)}",
             "load a checkpoint from a source that you trust",
         ) from problem
+    if problem is not None:
+        fix = "give the options that the checkpoint was saved with, or another --load"
+        raise UserError(f"{path} does not fit this model: {problem}", fix) from problem
 
 
 def _grid(shape: Iterable[int], names: Sequence[str] = ("PP", "TP", "EP")) -> str:
@@ -241,8 +235,6 @@ def _grid(shape: Iterable[int], names: Sequence[str] = ("PP", "TP", "EP")) -> st
 
 _MAY_CHANGE = ("rotary", "rope_", "use_rope_", "layernorm_epsilon", "moe_router_")
 """Beginnings of the names of the model's options that a run may change on purpose."""
-
-_SHOWN = 5
 
 
 def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> None:
@@ -303,29 +295,3 @@ def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
         for name in current
         if name in saved and not name.startswith(_MAY_CHANGE) and saved[name] != current[name]
     ]
-
-
-def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Return the first of the ``wanted`` tensors and objects that the checkpoint lacks or has in another shape, a line
-    each.
-
-    ``stored``: the result of core's ``load_sharded_metadata``.
-    """
-    shapes = {s.key: s.global_shape if isinstance(s, ShardedTensor) else None for s in stored.values()}
-    found: dict[str, str] = {}
-    for shard in _shards(wanted):
-        there, here = shapes.get(shard.key), getattr(shard, "global_shape", None)
-        if shard.key not in shapes:
-            found[shard.key] = f"{shard.key}: not in the checkpoint"
-        # core allows a mismatch of tensors that are padded along the vocabulary, whose sizes check_run has compared
-        elif isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch and there not in (None, here):
-            found[shard.key] = f"{shard.key}: {tuple(there)} in the checkpoint, {tuple(here)} in this run"
-    return [found[key] for key in sorted(found)][:_SHOWN]
-
-
-def _shards(wanted: Mapping[str, Any]) -> Iterator[ShardedBase]:
-    for value in nested_values(wanted):
-        if isinstance(value, ShardedTensorFactory):
-            yield from (shard for shard in nested_values([value.build()]) if isinstance(shard, ShardedBase))
-        elif isinstance(value, ShardedBase):
-            yield value

@@ -3,11 +3,8 @@
 ``megatron.patches.torch_adam`` lets core read and set the state of torch's Adam, which counts steps per parameter.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from ft.state.snapshot import optimizers
 from ft.state.snapshot.optimizers import wraps_torch_optimizer
@@ -41,48 +38,6 @@ def without_moments(wanted: dict[str, Any]) -> dict[str, Any]:
     if "param_groups" in wanted:
         return {**wanted, "state": {}}
     return {key: without_moments(value) if isinstance(value, dict) else value for key, value in wanted.items()}
-
-
-def steps(optimizer: Any) -> int:
-    """Return the maximum step count of this rank's parameters; 0 if the optimizers are not torch's."""
-    return max((int(held["step"]) for held, _ in _counting(optimizer)), default=0)
-
-
-@contextmanager
-def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
-    """Return a context in which every parameter's step count is ``steps``, with Adam's moments rescaled accordingly.
-
-    A checkpoint has one step count for all parameters, but after CheckFree has rebuilt a lost pipeline stage, the
-    parameters of that stage count from zero. The moments are scaled by the ratio of their bias corrections, where own
-    is the parameter's count: m (1 - beta^steps) / (1 - beta^own).
-    """
-    kept = []
-    for held, betas in _counting(optimizer):
-        own = int(held["step"])
-        if own == steps:
-            continue
-        kept.append((held, dict(held)))
-        held["step"] = torch.full_like(held["step"], steps) if isinstance(held["step"], torch.Tensor) else steps
-        for key, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
-            if own and key in held:
-                held[key] = held[key] * ((1 - beta**steps) / (1 - beta**own))
-    try:
-        yield
-    finally:
-        for held, before in kept:
-            held.update(before)
-
-
-def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
-    """Yield (optimizer state, Adam's betas) of each parameter whose state has a step count."""
-    for part in parts(optimizer):
-        if not wraps_torch_optimizer(part):
-            continue
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                held = {} if parameter is None else part.optimizer.state.get(parameter, {})
-                if "step" in held:
-                    yield held, group.get("betas", ())
 
 
 def load(optimizer: Any, loaded: Any) -> None:

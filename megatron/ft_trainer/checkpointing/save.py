@@ -7,10 +7,11 @@ failure only on rank 0; in 0.19 the writer is a different one.
 
 import os
 import time
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -18,18 +19,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.ft_trainer.agreement import from_rank_0, share
 from megatron.ft_trainer.checkpointing import commit, inventory
-from megatron.ft_trainer.checkpointing.commit import explain, free_bytes
-from megatron.ft_trainer.checkpointing.inventory import FileRecord, Manifest, bytes_in_words, checksum
+from megatron.ft_trainer.checkpointing.commit import explain
+from megatron.ft_trainer.checkpointing.inventory import FileRecord, Manifest, checksum
 
-_OVERHEAD = 2048
-"""Upper bound in bytes of what ``torch.save`` adds to a tensor's own bytes."""
+Files = dict[str, FileRecord]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ def save(
     *,
     keep_last: int | None,
     distrusted: Collection[str],
-    log: Callable[[str], None],
 ) -> Outcome:
     """Save a checkpoint. An error of any rank's disk is part of the outcome, and leaves older checkpoints as they were.
 
@@ -120,7 +119,6 @@ def save(
         spread_over: data-parallel group over which the writing of replicated tensors is spread.
         keep_last: number of complete checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification.
-        log: prints a message; called on rank 0.
     """
     started = time.monotonic()
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
@@ -129,8 +127,7 @@ def save(
         strategy.apply_saving_parallelization(sharded)
     # of which this rank has the main replica
     shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
-    needed = sum(share(sum(map(_size, shards)), group))
-    name, serial, error = from_rank_0(lambda: _prepare(folder, manifest.step, needed, log), group)
+    name, serial, error = from_rank_0(lambda: _prepare(folder, manifest.step), group)
     if error is not None:
         return Outcome(manifest.step, folder, error)
     partial, by_key = folder / name, {}
@@ -143,33 +140,20 @@ def save(
     except CheckpointException as failure:  # the same on all ranks
         from_rank_0(lambda: commit.discard(partial), group)
         return Outcome(manifest.step, folder, _first_error(failure))
-    written = share({name: asdict(record) for name, record in writer.records.items()}, group)
-    files = {name: FileRecord(**record) for records in written for name, record in records.items()}
-    manifest = replace(manifest, serial=serial, files=files)
+    written = share(msgspec.to_builtins(writer.records), group)
+    files = {name: record for records in msgspec.convert(written, list[Files]) for name, record in records.items()}
+    manifest = msgspec.structs.replace(manifest, serial=serial, files=files)
     error, notes = from_rank_0(lambda: _commit(partial, manifest, keep_last, distrusted), group)
     size = sum(record.bytes for record in files.values())
     return Outcome(manifest.step, folder, error, size, time.monotonic() - started, tuple(notes))
 
 
-def _size(shard: ShardedBase) -> int:
-    is_tensor = isinstance(shard, ShardedTensor) and shard.data is not None
-    return _OVERHEAD + (shard.data.numel() * shard.data.itemsize if is_tensor else 0)
-
-
-def _prepare(folder: Path, step: int, needed: int, log: Callable[[str], None]) -> tuple[str, int, str | None]:
+def _prepare(folder: Path, step: int) -> tuple[str, int, str | None]:
     """Make the folder to write into, on rank 0. Return (its name, serial number of the checkpoint, error)."""
     try:
         partial, serial = commit.prepare(folder, step)
     except OSError as failure:
         return "", 0, f"rank 0: {explain(failure, folder)}"
-    free = free_bytes(folder)
-    about, left = bytes_in_words(needed), bytes_in_words(free)
-    if free < needed:
-        commit.discard(partial)
-        problem = f"{folder}: the disk is too full: about {about} needed, {left} free; nothing was written"
-        return "", 0, problem
-    if free < 2 * needed:
-        log(f"checkpoint: {folder} has {left} free, room for this checkpoint of about {about} but not for one more")
     return partial.name, serial, None
 
 

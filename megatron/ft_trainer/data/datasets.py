@@ -7,6 +7,9 @@ its name when all are on disk. The builder also shuffles all passes
 of a run together, so a run that is resumed with another --train-iters would continue with other samples. Here pass 0 is
 megatron-core's own single pass, and pass n > 0 has the same samples in a permutation that depends on the seed and n
 only (:class:`Passes`). The data has three *parts*: train, validation and test.
+
+A dataset is a pair of files in Megatron's indexed format: ``P.bin`` holds the tokens of all sequences one after the
+other, ``P.idx`` their lengths and which of them make a document. Both are checked before a run uses them.
 """
 
 import hashlib
@@ -18,7 +21,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ import numpy
 import torch
 
 import megatron.core
-from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
@@ -35,11 +36,11 @@ from megatron.core.datasets.gpt_dataset import (
     MockGPTDataset,
     MockGPTLowLevelDataset,
 )
+from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.datasets.utils import Split
 from megatron.ft_trainer.agreement import from_rank_0
 from megatron.ft_trainer.arguments.topics import DataOptions
-from megatron.ft_trainer.data.indexed import Index, Sidecar, id_range, read_index, read_sidecar
-from megatron.ft_trainer.data.tokenizer import Tokenizer, check_made_with
+from megatron.ft_trainer.data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -91,10 +92,9 @@ def build_datasets(
     root = data.data_cache_path or os.path.join(os.path.dirname(prefix) or ".", _CACHE_NAME)
 
     def check_and_index() -> str:
-        index = read_index(prefix)
+        lengths = read_lengths(prefix)
         for part in (part for part in range(len(PARTS)) if wanted[part]):
-            check_part(part, index, bounds[part], split, data.seq_length)
-        check_tokens(index, read_sidecar(prefix), tokenizer, root)
+            check_part(part, prefix, lengths, bounds[part], split, data.seq_length)
         identity = [megatron.core.__version__, data.seq_length, seed, split, wanted, tokenizer.fingerprint]
         return index_folder(root, _digest([*identity, _identity(prefix)]), assemble)
 
@@ -155,7 +155,7 @@ def _assemble(prefix: str, bounds, wanted: Sequence[int], config: GPTDatasetConf
     """Return the datasets of the parts that the run takes samples from. Read or write index files in the cache."""
     low_level = GPTDataset.build_low_level_dataset(prefix, config)
     return tuple(
-        Passes(_documents(GPTDataset, low_level, prefix, bounds[part], None, Split(part), config), size, config)
+        Passes(prefix, _documents(GPTDataset, low_level, prefix, bounds[part], None, Split(part), config), size, config)
         if size
         else None
         for part, size in enumerate(wanted)
@@ -165,11 +165,12 @@ def _assemble(prefix: str, bounds, wanted: Sequence[int], config: GPTDatasetConf
 class Passes(torch.utils.data.Dataset):
     """The samples of ``one_pass``, repeated for as many passes as ``size`` samples need.
 
-    The sample at a position depends only on the seed and the position.
+    The sample at a position depends only on the seed and the position. A token id outside the vocabulary, of which
+    megatron-core's embedding would silently make zeros with tensor parallelism, is a UserError.
     """
 
-    def __init__(self, one_pass: GPTDataset, size: int, config: GPTDatasetConfig):
-        self.one_pass, self.size = one_pass, size
+    def __init__(self, prefix: str, one_pass: GPTDataset, size: int, config: GPTDatasetConfig):
+        self.one_pass, self.size, self._prefix, self._tokenizer = one_pass, size, prefix, config.tokenizer
         # two passes are enough for read-ahead across their boundary
         self._order = lru_cache(maxsize=2)(partial(epoch_permutation, config.random_seed, size=len(one_pass)))
 
@@ -180,7 +181,15 @@ class Passes(torch.utils.data.Dataset):
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
         epoch, place = divmod(int(position), len(self.one_pass))
-        return self.one_pass[int(self._order(epoch)[place]) if epoch else place]
+        sample = self.one_pass[int(self._order(epoch)[place]) if epoch else place]
+        low, high = (int(bound) for bound in torch.aminmax(torch.cat([sample["tokens"], sample["labels"][-1:]])))
+        if low < 0 or high >= self._tokenizer.vocab_size:
+            kind, size = self._tokenizer.kind, self._tokenizer.vocab_size
+            raise UserError(
+                f"{self._prefix}.bin holds token id {low if low < 0 else high}, {kind} has ids 0 to {size - 1}",
+                "give the tokenizer (and --vocab-size) that the dataset was made with, or make the dataset again",
+            )
+        return sample
 
 
 def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
@@ -209,54 +218,73 @@ def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
     )
 
 
-def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
-    """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
-
-    A dataset without a sidecar, which has its largest id, is read once; ``scan_cache`` keeps the result.
-    """
-    if sidecar:
-        check_made_with(index.prefix, sidecar, tokenizer)
-        low, high = 0, sidecar.max_id
-    else:
-        low, high = _scan(index, scan_cache)
-    if low < 0 or high >= tokenizer.vocab_size:
-        wrong = low if low < 0 else high
-        raise UserError(
-            f"{index.prefix}.bin holds token id {wrong}, {tokenizer.kind} has ids 0 to {tokenizer.vocab_size - 1}",
-            "give the tokenizer (and --vocab-size) that the dataset was made with, or make the dataset again",
-        )
-
-
-def check_part(part: int, index: Index, bounds: Sequence[float], split: str, seq_length: int) -> None:
+def check_part(
+    part: int, prefix: str, lengths: numpy.ndarray, bounds: Sequence[float], split: str, seq_length: int
+) -> None:
     """Reject a dataset if its documents for one part (0, 1, 2: train, valid, test) are too short for one sample.
 
     megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
-    ``bounds``: the part's documents as fractions (first, last), each in [0, 1].
+
+    Args:
+        lengths: number of tokens of each sequence, (sequences,) int32.
+        bounds: the part's documents as fractions (first, last), each in [0, 1].
     """
-    first, last = (round(share * float(len(index.lengths))) for share in bounds)
-    tokens = int(index.lengths[first:last].sum(dtype="int64"))
+    first, last = (round(share * float(len(lengths))) for share in bounds)
+    tokens = int(lengths[first:last].sum(dtype="int64"))
     if tokens > seq_length:
         return
     raise UserError(
-        f"the {PARTS[part]} part of {index.prefix} (--split {split}) gets {last - first} of {len(index.lengths)} "
+        f"the {PARTS[part]} part of {prefix} (--split {split}) gets {last - first} of {len(lengths)} "
         f"documents, {tokens} tokens in all: fewer than one sample of {seq_length} + 1 tokens",
         "give it a larger share with --split, more data, or a shorter --seq-length"
         + ("" if part == 0 else ", or ask for no samples of it with --eval-iters 0"),
     )
 
 
-def _scan(index: Index, folder: str) -> tuple[int, int]:
-    path = Path(folder, f"ids-{_digest(_identity(index.prefix))}.json")
+_REMAKE = "make the dataset again with tools/preprocess_data.py, or copy it again if the copy was interrupted"
+
+
+def read_lengths(prefix: str) -> numpy.ndarray:
+    """Return the number of tokens of each sequence of a dataset, (sequences,) int32.
+
+    Raises:
+        UserError: a file is missing, unreadable or truncated, or the two files do not fit each other.
+    """
+    for suffix in (".idx", ".bin"):
+        _check_file(prefix, suffix)
+    path = f"{prefix}.idx"
     try:
-        low, high = bounded_json.loads(files.read(path))
-        return int(low), int(high)
-    except (OSError, ValueError, TypeError):
-        pass  # there is no valid result of a scan: scan
-    low, high = id_range(index)
-    with suppress(OSError):  # the result only saves time in the next run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([low, high]))
-    return low, high
+        index = _IndexReader(path, multimodal=False)
+    except Exception as error:  # core asserts, and its parts raise what they like
+        raise UserError(f"{path} is not a Megatron index, or was cut short ({error!r})", _REMAKE) from error
+    lengths, width, bounds = index.sequence_lengths, numpy.dtype(index.dtype).itemsize, index.document_indices
+    ends = numpy.cumsum(lengths, dtype=numpy.int64)
+    if (lengths < 0).any() or ((ends - lengths) * width != index.sequence_pointers).any():
+        raise UserError(f"{path} is inconsistent: its sequences do not follow each other", _REMAKE)
+    tokens = int(ends[-1]) if len(ends) else 0
+    if tokens == 0:
+        raise UserError(f"{path} holds no documents with tokens", "make the dataset again from input that has text")
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(lengths) or (bounds[1:] < bounds[:-1]).any():
+        raise UserError(f"{path} has document boundaries that do not cover its sequences in order", _REMAKE)
+    if (found := os.path.getsize(f"{prefix}.bin")) < tokens * width:
+        says = f"{path} says {tokens} tokens of {width} bytes ({tokens * width})"
+        raise UserError(f"{prefix}.bin has {found} bytes, {says}", _REMAKE)
+    return numpy.array(lengths)
+
+
+def _check_file(prefix: str, suffix: str) -> None:
+    path, (stem, given) = prefix + suffix, os.path.splitext(prefix)
+    if os.path.isfile(path):
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} can't be read (permission denied)", f"chmod +r {path}")
+        return
+    if given in (".idx", ".bin") and os.path.isfile(stem + suffix):
+        raise UserError(f"{prefix} is a file of a dataset, not its prefix", f"give {stem}")
+    if given in (".jsonl", ".json", ".txt") or os.path.isdir(prefix):
+        tool = f"python tools/preprocess_data.py --input {prefix} --output-prefix PREFIX"
+        raise UserError(f"{prefix} is not an indexed dataset", f"tokenise it first: {tool}")
+    fix = "check the prefix (a path without .bin or .idx), or make the dataset with tools/preprocess_data.py"
+    raise UserError(f"{path} does not exist", fix)
 
 
 def _identity(prefix: str) -> list:

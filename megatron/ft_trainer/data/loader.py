@@ -1,14 +1,10 @@
-"""Loads the microbatches of one data-parallel rank in order, from any position, with read-ahead threads."""
-
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+"""Loads the microbatches of one data-parallel rank in order, from any position."""
 
 import torch
 
 from ft.base.errors import UserError
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-_READ_AHEAD = 2
 
 
 def sample_indices(
@@ -35,9 +31,8 @@ class MicrobatchLoader:
     (seed, consumed_samples) and the rank only, never on what was drawn before.
 
     Args:
-        dataset: an object with a length and samples by index. Code that changes its samples has to call ``seek``.
+        dataset: an object with a length and samples by index.
         consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
-        num_workers: number of threads that read ahead; 0 reads in the caller's thread.
         pin_memory: whether to put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
     """
 
@@ -49,39 +44,20 @@ class MicrobatchLoader:
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
         consumed_samples: int = 0,
-        num_workers: int = 0,
         pin_memory: bool = False,
     ):
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         self.dataset = dataset
-        self._rows = micro_batch_size
-        self._rank, self._ranks = data_parallel_rank, data_parallel_size
-        self._workers, self._pin_memory = num_workers, pin_memory
-        self._pool: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future] = deque()
-        self._closed = False
+        self._rows, self._rank, self._ranks = micro_batch_size, data_parallel_rank, data_parallel_size
+        self._pin_memory = pin_memory
         self.seek(consumed_samples)
 
-    @property
-    def consumed_samples(self) -> int:
-        """Return the number of samples that all data-parallel ranks together have taken before the next microbatch."""
-        return self._consumed
-
     def seek(self, consumed_samples: int) -> None:
-        """Continue after ``consumed_samples`` samples (resume, rollback). Drop microbatches that were read ahead."""
+        """Continue after ``consumed_samples`` samples (resume, rollback)."""
         if consumed_samples < 0:
             raise ValueError(f"consumed samples is {consumed_samples}")
-        self._drop()
-        self._consumed = consumed_samples
-
-    def close(self) -> None:
-        """End the threads. Afterwards the loader yields no microbatches. May be called again."""
-        self._closed = True
-        self._drop()
-        if self._pool:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        self.consumed_samples = consumed_samples
 
     def __iter__(self):
         return self
@@ -94,63 +70,13 @@ class MicrobatchLoader:
         Raises:
             UserError: the data ends before this microbatch.
         """
-        if self._closed:
-            raise ValueError("the loader is closed")
-        if not self._workers:
-            batch = self._read(self._consumed)
-        else:
-            self._read_ahead()
-            future = self._ahead.popleft()
-            try:
-                batch = future.result()
-            except BaseException:
-                self._drop()
-                raise
-        self._consumed += self._step
-        if self._workers:
-            self._read_ahead()
-        return batch
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
-
-    @property
-    def _size(self) -> int:
-        return len(self.dataset)
-
-    @property
-    def _step(self) -> int:
-        return self._rows * self._ranks
-
-    def _read_ahead(self) -> None:
-        """Keep a limited number of microbatches in progress, in order."""
-        if self._pool is None:
-            # Made when first needed, because a process that forks workers must not have threads yet.
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="microbatch")
-        while len(self._ahead) < self._workers * _READ_AHEAD:
-            position = self._consumed + len(self._ahead) * self._step
-            if self._ahead and not self._available(position):
-                return
-            self._ahead.append(self._pool.submit(self._read, position))
-
-    def _read(self, consumed: int) -> dict[str, torch.Tensor]:
-        if not self._available(consumed):
+        consumed, step, size = self.consumed_samples, self._rows * self._ranks, len(self.dataset)
+        if consumed + step > size:
             raise UserError(
-                f"the dataset has {self._size} samples; after {consumed} samples a microbatch needs {self._step} more",
+                f"the dataset has {size} samples; after {consumed} samples a microbatch needs {step} more",
                 "give more data or fewer iterations",
             )
-        indices = sample_indices(consumed, self._rows, self._rank, self._ranks)
-        samples = [self.dataset[i] for i in indices]
+        samples = [self.dataset[i] for i in sample_indices(consumed, self._rows, self._rank, self._ranks)]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS if key in samples[0]}
+        self.consumed_samples += step
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
-
-    def _available(self, consumed: int) -> bool:
-        return consumed + self._step <= self._size
-
-    def _drop(self) -> None:
-        for future in self._ahead:
-            future.cancel()
-        self._ahead.clear()

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-import numpy
+import msgspec
 
+from ft.base import files
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import OF_CORE, TokenizerOptions
-from megatron.ft_trainer.data.indexed import Sidecar, read_sidecar
 
 NO_TOKEN = -1
 
@@ -26,6 +26,41 @@ _FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 """Names of the files of a HuggingFaceTokenizer's folder from which the ids of a text follow."""
+
+
+class Sidecar(msgspec.Struct):
+    """What ``tools/preprocess_data.py`` writes beside a dataset into ``P.meta.json``: how it was made.
+
+    Attributes:
+        tokenizer_type: value of --tokenizer-type.
+        tokenizer_model: absolute path of the tokenizer's file, or None.
+        fingerprint: fingerprint of the tokenizer.
+        vocab_size: number of token ids.
+        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that predicts from
+            these frequencies alone.
+    """
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    fingerprint: str
+    vocab_size: int
+    unigram_entropy: float
+
+
+def read_sidecar(prefix: str) -> Sidecar | None:
+    """Return the sidecar of a dataset; None if it has none (because Megatron-LM's own tool made it).
+
+    Raises:
+        UserError: the sidecar is unreadable.
+    """
+    path = Path(f"{prefix}.meta.json")
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(files.read(path), type=Sidecar)
+    except (OSError, msgspec.DecodeError) as error:
+        fix = "make the dataset again with tools/preprocess_data.py, or remove the file if the dataset is sound"
+        raise UserError(f"{path} can't be read: {error}", fix) from error
 
 
 class Tokenizer:
@@ -55,10 +90,6 @@ class Tokenizer:
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without special tokens around them."""
         raise NotImplementedError
-
-    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
-        """Return the token ids of ``text`` as a 1-D array of ``dtype``."""
-        return numpy.array(self.tokenize(text), dtype=dtype)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -94,9 +125,6 @@ class ByteLevelTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
-        return numpy.frombuffer(text.encode("utf-8"), dtype=numpy.uint8).astype(dtype)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -155,21 +183,18 @@ class CoreTokenizer(Tokenizer):
         for file in self._files:
             if not Path(file).exists():
                 raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
-        if kind == "HuggingFaceTokenizer" and not Path(model).is_dir():
-            fix = "give the folder that save_pretrained of its transformers tokenizer writes"
-            raise UserError(f"--tokenizer-model {model} is not the folder of a HuggingFaceTokenizer", fix)
-        self._given = _given_to_core(options, kind)
+        self._given, library = _given_to_core(options, kind), {"library": OF_CORE[kind]}
+        path = kind if OF_CORE[kind] == "megatron" else model
         try:
-            self._tokenizer = MegatronTokenizer.from_pretrained(
-                tokenizer_path=kind if OF_CORE[kind] == "megatron" else model,
-                metadata_path={"library": OF_CORE[kind]},
-                **self._given,
-            )
+            self._tokenizer = MegatronTokenizer.from_pretrained(path, library, **self._given)
             self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
         except Exception as error:  # the libraries raise exceptions of many kinds
-            # megatron-core passes the merges under a name that the library does not know: it takes those of the hub
-            hub = "; without a network, the Hugging Face cache or a folder gpt2 has to hold that model"
-            fix = f"check the tokenizer's files{hub if kind == 'GPT2BPETokenizer' else ''}"
+            fixes = {
+                # megatron-core passes the merges under a name that the library does not know: it takes the hub's
+                "GPT2BPETokenizer": "; without a network, the Hugging Face cache or a folder gpt2 has to hold it",
+                "HuggingFaceTokenizer": ": give the folder that save_pretrained of its transformers tokenizer writes",
+            }
+            fix = f"check the tokenizer's files{fixes.get(kind, '')}"
             raise UserError(f"megatron-core cannot build {kind}: {error}", fix) from error
         pad = self._tokenizer.pad
         self.pad = NO_TOKEN if pad is None or pad == self.eod or not 0 <= pad < self.vocab_size else pad
@@ -218,25 +243,14 @@ def build_tokenizer(options: TokenizerOptions, prefix: str | None = None) -> Tok
             f"--vocab-size is {options.vocab_size} but {_named(tokenizer)} has {tokenizer.vocab_size} ids",
             f"drop --vocab-size or give {tokenizer.vocab_size}",
         )
-    if sidecar:
-        check_made_with(prefix, sidecar, tokenizer)
+    if sidecar and sidecar.fingerprint != tokenizer.fingerprint:
+        made = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model or ''}".strip()
+        raise UserError(
+            f"{prefix} was made with {made} (fingerprint {sidecar.fingerprint[:12]}, {sidecar.vocab_size} ids), "
+            f"this run has {_named(tokenizer)} (fingerprint {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids)",
+            "use the dataset's tokenizer, or make the dataset again with tools/preprocess_data.py",
+        )
     return tokenizer
-
-
-def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
-    """Reject the dataset at ``prefix`` if its sidecar says that it was made with another tokenizer.
-
-    Raises:
-        UserError: the fingerprints differ; the message has both.
-    """
-    if sidecar.fingerprint == tokenizer.fingerprint:
-        return
-    made = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model or ''}".strip()
-    raise UserError(
-        f"{prefix} was made with {made} (fingerprint {sidecar.fingerprint[:12]}, {sidecar.vocab_size} ids), "
-        f"this run has {_named(tokenizer)} (fingerprint {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids)",
-        "use the dataset's tokenizer, or make the dataset again with tools/preprocess_data.py",
-    )
 
 
 def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_parallel_size: int) -> int:

@@ -1,1 +1,1 @@
-"""Logging of a run: ``runlog`` writes it, ``figures`` computes values, ``quiet`` silences dependencies."""
+"""Logging of a run: ``runlog`` writes it, ``quiet`` silences dependencies."""

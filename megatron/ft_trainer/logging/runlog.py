@@ -1,16 +1,23 @@
-"""Writes the log of a run to the terminal and the metrics file.
+"""Writes the log of a run to the terminal and the metrics file, and sums the run up before its first step.
 
-Only the last rank writes, because it is on the last pipeline stage and so has the loss.
+Only the last rank writes steps, because it is on the last pipeline stage and so has the loss.
 """
 
 import math
 import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from ft.record.metrics import MetricsFile
+from megatron import patches
+from megatron.core import parallel_state
+from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.topics import LoggingOptions
+from megatron.ft_trainer.model import params_dtype, uses_te
 
 
 @dataclass
@@ -28,7 +35,6 @@ class StepReport:
     global_batch_size: int
     step_time_s: float
     tokens_per_s: float
-    tflops_per_gpu: float
     loss_scale: float
     skipped: bool
     num_zeros: int | None = None
@@ -109,7 +115,6 @@ def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> s
         f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {now.step:8d}/{last_step:8d}",
         f"consumed samples: {now.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {sum(r.step_time_s for r in reports) / count * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {sum(r.tflops_per_gpu for r in reports) / count:.3g}",
         f"tokens/s: {sum(r.tokens_per_s for r in reports) / count:.0f}",
         f"learning rate: {now.lr:.6E}",
         f"global batch size: {now.global_batch_size:5d}",
@@ -123,3 +128,48 @@ def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> s
     parts += [f"{name}: {shape.format(value)}" for name, (value, shape) in optional.items() if value is not None]
     parts.append(f"number of skipped iterations: {skipped:3d}")
     return " | ".join(parts) + " |"
+
+
+def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer) -> str:
+    """Return a summary of model, data and platform, in a few lines. ``parameters``: those of the whole model."""
+    m, t = options.core, options.training
+    experts = f", {options.core.num_experts} experts" if options.core.num_experts else ""
+    rows = {
+        "megatron-core": f"{version('megatron-core')}, torch {torch.__version__}, {_installed('transformer-engine')}, "
+        f"{_installed('apex')}",
+        "platform": f"{patches.platform().name}, {layout}",
+        "layers": "transformer_engine" if uses_te(options) else "local (torch)",
+        "model": f"{m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads{experts}, "
+        f"{parameters / 1e6:.2f} M parameters, {str(params_dtype(options)).removeprefix('torch.')}",
+        "tokenizer": f"{type(tokenizer).__name__}, vocabulary {tokenizer.vocab_size}",
+        "batch": f"{t.global_batch_size} samples of {options.data.seq_length} tokens, micro batch {t.micro_batch_size}",
+        "length": f"{t.train_iters} steps",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def count_parameters(chunks: list[torch.nn.Module]) -> int:
+    """Return the number of parameters of the whole model, each counted once.
+
+    All ranks have to call it, and get the same result.
+    """
+    counts = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for param in (p for chunk in chunks for p in chunk.parameters()):
+        if getattr(param, "shared", False):
+            continue
+        if not getattr(param, "allreduce", True):
+            counts[1] += param.numel()
+        elif getattr(param, "tensor_model_parallel", False) or tp_rank == 0:
+            counts[0] += param.numel()
+    torch.distributed.all_reduce(counts[:1], group=parallel_state.get_model_parallel_group())
+    torch.distributed.all_reduce(counts[1:], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return int(counts.sum())
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"

@@ -8,11 +8,11 @@ from unittest import mock
 
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE
-from ft.job import messages as m
 from ft.job.control import arrivals, deadlines, devices, epochs, failures, liveness, repairs
 from ft.job.control import run_ends as ends
 from ft.job.control.state import CLOSED, REPAIRING
 from ft.job.messages import Open, Resume, WorkerDone
+from ft.job.parts import GroupReport
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
 from ft.worker.progress import Progress
@@ -226,7 +226,7 @@ def _busy_groups_are_kept(right, groups, replaced):
     return right(blind, replaced)
 
 
-def _as_if_unused(report: m.GroupReport) -> m.GroupReport:
+def _as_if_unused(report: GroupReport) -> GroupReport:
     return replace(report, in_flight=False, collectives=0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import EpochClosed, FallbackError
-from ft.job import messages as m
+from ft.job.parts import Source
 from tests.simulation.engine import pause
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class CopyStore:
             held.drop_after(step)
 
     def held(self) -> tuple[list[int], dict[str, list[int]]]:
-        """Return (steps of own snapshots, rank -> steps of its copies), as in ``ft.job.messages.Holdings``."""
+        """Return (steps of own snapshots, rank -> steps of its copies), as in ``ft.job.parts.Holdings``."""
         copies = {owner: steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps())}
         return self.own.steps(), copies
 
@@ -185,7 +185,7 @@ class Snapshots:
 
     # --- restore -----------------------------------------------------------------------------------------------------
 
-    async def restore(self, step: int, source: m.Source, keep: bool) -> tuple[Any, dict[str, str]]:
+    async def restore(self, step: int, source: Source, keep: bool) -> tuple[Any, dict[str, str]]:
         """Find the snapshot of ``step``, and drop those of later steps (``ft.state.snapshot.store``).
 
         Args:
@@ -211,7 +211,7 @@ class Snapshots:
         self.stock.drop_after(step)
         return slot.value, how
 
-    async def _fetch(self, step: int, source: m.Source) -> tuple[Slot, dict[str, str]]:
+    async def _fetch(self, step: int, source: Source) -> tuple[Slot, dict[str, str]]:
         worker, cluster = self._worker, self._cluster
         staging = self.stock.own.begin(step, worker.epoch, None)
         await pause(cluster.rng.uniform(*cluster.habits.fetch_s))

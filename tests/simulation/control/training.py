@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ft.base.errors import EpochClosed, RecoverableError, ReplaceNodeError
 from ft.job import messages as m
 from ft.job.control.recovery import PLUS
+from ft.job.parts import GroupReport, Holdings, Neighbours, Source
 from ft.net.codec import Numbers
 from ft.worker import protocol
 from tests.simulation.control.snapshots import Snapshots
@@ -307,10 +308,10 @@ class Training:
         if self._worker.closed:
             raise EpochClosed(self._worker.closed_epoch, "as ordered")
 
-    def group_reports(self) -> list[m.GroupReport]:
+    def group_reports(self) -> list[GroupReport]:
         members = self._cluster.shape.groups
         return [
-            m.GroupReport(name, Numbers(members[name]), bool(used), bool(busy), int(count))
+            GroupReport(name, Numbers(members[name]), bool(used), bool(busy), int(count))
             for name, (used, busy, count) in self.groups.items()
         ]
 
@@ -346,8 +347,8 @@ class Training:
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
-    def holdings(self) -> m.Holdings:
-        return m.Holdings(*self.snapshots.stock.held())
+    def holdings(self) -> Holdings:
+        return Holdings(*self.snapshots.stock.held())
 
     def take_snapshot(self, step: int) -> None:
         self._cluster.checks.takes_snapshot(self._worker, step)
@@ -375,7 +376,7 @@ class Training:
     def prepare_restore(self, order: m.Repair) -> None:
         """Do nothing: the model finds addresses in the epoch's seats."""
 
-    async def restore_snapshot(self, step: int, source: m.Source, keep: bool) -> tuple[int, dict[str, str]]:
+    async def restore_snapshot(self, step: int, source: Source, keep: bool) -> tuple[int, dict[str, str]]:
         value, how = await self.snapshots.restore(step, source, keep)
         if not keep or how["owned"] != "own":
             self.owned, self.replicated = value
@@ -404,7 +405,7 @@ class Training:
         if not set(peers) <= set(live):
             await self._collective("parameters", ("parameters", shape.part_of(rank)), size=len(peers))
 
-    async def rebuild_stage(self, step: int, beside: m.Neighbours) -> tuple[int, dict[str, str]]:
+    async def rebuild_stage(self, step: int, beside: Neighbours) -> tuple[int, dict[str, str]]:
         self.snapshots.stock.drop_after(step)
         lent = await self._collective("stages", "stages", (None, None))
         history, rank = lent.members[beside.there[0]][1][0][2], self._worker.rank

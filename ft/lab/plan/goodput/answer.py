@@ -238,8 +238,8 @@ def spare_plan(found: Answer) -> list[dict[str, int]]:
 def rests_on(row: Any) -> list[str]:
     """Return what a row's figures rest on beyond the values of the scenario."""
     notes = {
-        STAGES: "CheckFree: 2 parameters fitted to 2 cells of its table 2; the others differ by up to 15 % (ft plan "
-        "paper checkfree), and there checkpoints at the best interval beat CheckFree at all its rates",
+        STAGES: "CheckFree: 2 parameters fitted to 2 cells of its table 2; the others differ by up to 15 % "
+        "(tools/experiments/papers.py), and there checkpoints at the best interval beat CheckFree at all its rates",
         SWAPPED: "CheckFree+: 5.6 % more steps, fitted to a cell of CheckFree's table 2",
         STACKS: "SPARe: stacks and patch computes by the trainer's own controller",
         FEWER: "fewer workers: ReCoVer (arXiv 2605.11215), with the stalls and recoveries of replicas; not in this "

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
+from ft.base.scenario import ASSUMED, GIVEN, flag
 from ft.lab.plan.goodput import scenario
 from ft.lab.plan.goodput.answer import VARIED, Answer, answer, corruptions, hours, rests_on, row_values, spare_plan
-from ft.lab.plan.goodput.scenario import ASSUMED, GIVEN, KEYS, Scenario, flag, shown
+from ft.lab.plan.goodput.scenario import Scenario, shown
 from ft.show.text import left_out, percent, seconds, steer, table
 
 LEFT_OUT = left_out(
@@ -119,8 +120,7 @@ def as_values(found: Answer) -> dict[str, Any]:
 
 def _said(asked: Scenario) -> dict[str, str]:
     """Return the keys that have a value -> the value, as text."""
-    known = {name: value for name, value in asked.values.items() if value is not None}
-    return {name: shown(value, KEYS[name]) if name in KEYS else value for name, value in known.items()}
+    return {name: shown(name, value) for name, value in asked.values.items() if value is not None}
 
 
 def as_csv(found: Answer) -> str:

@@ -49,7 +49,7 @@ def trainer_flags(asked: Scenario, row: Any) -> list[str]:
     if HOT_SWAP in names and row.protection.copies != 1:
         flags.append(f"--ft-snapshot-peers {row.protection.copies}")
     if STAGES in names:
-        flags.append("--reference-trainer --ft-checkfree-plus" if SWAPPED in names else "--ft-checkfree")
+        flags.append("--ft-checkfree-plus" if SWAPPED in names else "--ft-checkfree")
     return flags
 
 

@@ -18,10 +18,9 @@ from ft.job.control import recovery
 from ft.job.control.recovery import decide
 from ft.lab.plan.goodput import engine
 from ft.lab.plan.goodput.scenario import CHECKPOINTS, FEWER, Scenario
-from ft.lab.plan.policy.losses import situations
-from ft.lab.plan.policy.scenario import CHECKFREE, CHECKFREE_PLUS
-from ft.lab.plan.policy.scenario import HOT_SWAP as LADDER_HOT_SWAP
-from ft.lab.plan.policy.scenario import Scenario as Fault
+from ft.lab.plan.situations import CHECKFREE, CHECKFREE_PLUS, situations
+from ft.lab.plan.situations import HOT_SWAP as LADDER_HOT_SWAP
+from ft.lab.plan.situations import Scenario as Fault
 from ft.lab.plan.snapshot import MAIN, MOMENTS
 from ft.protection.table import CONFLICTS, DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED, TABLE
 from ft.state.placement.assign import place
@@ -425,8 +424,17 @@ def waits(asked: Scenario, standbys: int) -> float | None:
     alone = all(cause.taken <= 1 for cause in asked.causes)
     if not alone or asked.law != "exponential" or asked.idle_failures < 1.0 or asked.bad_spares > 0.0:
         return None
-    away = sum(cause.repair_s / cause.mtbf_s for cause in asked.causes if cause.taken)
-    return float(special.bdtrc(standbys, asked.nodes + standbys, away / (1.0 + away)))
+    return waiting(
+        asked.nodes, standbys, 1.0, sum(cause.repair_s / cause.mtbf_s for cause in asked.causes if cause.taken)
+    )
+
+
+def waiting(nodes: int, standbys: int, node_mtbf_s: float, repair_s: float) -> float:
+    """Return the share of the time in which fewer nodes than needed are whole; all nodes fail and are repaired alike.
+
+    In the stationary birth-and-death chain each node is away independently. The law of the repairs does not matter.
+    """
+    return float(special.bdtrc(standbys, nodes + standbys, repair_s / (repair_s + node_mtbf_s)))
 
 
 def _error(asked: Scenario, share: np.ndarray, known: np.ndarray, span: float, total: float) -> float:
@@ -479,6 +487,25 @@ def best_interval(save_s: float, between_s: float, step_s: float) -> int:
         return 1
     x = between_s * (1.0 + float(np.real(special.lambertw(-math.exp(-save_s / between_s - 1.0)))))
     return max(1, round(x / step_s)) if x < 1e15 * step_s else 10**15
+
+
+def daly(compute_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the useful share of the time of a run with checkpoints (Daly 2006, exact for exponential failures).
+
+    Failures strike also during saves, restarts and replay.
+
+    Args:
+        compute_s: seconds of computing between two checkpoints.
+        save_s, restart_s: durations of a checkpoint and of a restart.
+        mtbf_s: mean time between two failures of the run.
+    """
+    cycle = math.exp(restart_s / mtbf_s) * math.expm1((compute_s + save_s) / mtbf_s)
+    return compute_s / (mtbf_s * cycle)
+
+
+def young(save_s: float, mtbf_s: float) -> float:
+    """Return Young's estimate of the best seconds of computing between two checkpoints, sqrt(2 C M)."""
+    return math.sqrt(2.0 * save_s * mtbf_s)
 
 
 def tuned(asked: Scenario, protection: Protection, standbys: int, failures: int) -> Row:

@@ -3,14 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from ft.base.errors import UserError
 from ft.lab.plan.goodput.answer import VARIED, Answer, Change
 from ft.protection.table import DOUBLE
 from ft.show import axes as look
 from ft.show import palette
-from ft.show.axes import DPI, STYLE, Percents
+from ft.show.axes import STYLE, Percents
 from ft.show.text import percent, seconds
 
 _OURS, _TWICE, _BEST = "#4f7fb0", "#b9c4cf", "#3f8f55"
@@ -48,7 +45,7 @@ def pareto(found: Answer, path: Path) -> None:
     left.yaxis.set_major_formatter(Percents())
     left.margins(x=0.1)
     _tornado(right, found)
-    _save(figure, path)
+    look.save(figure, path)
 
 
 def _tornado(axes, found: Answer) -> None:
@@ -105,11 +102,4 @@ def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, flo
     axes.set_xlabel(label, **STYLE)
     axes.yaxis.set_major_formatter(Percents())
     axes.legend(frameon=False, fontsize=9, labelcolor=palette.QUIET)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=DPI, format=path.suffix[1:])
-    except (OSError, ValueError) as error:
-        raise UserError(f"the picture {path} cannot be written: {error}", "give --plot a path in a folder") from error
+    look.save(figure, path)

@@ -1,70 +1,22 @@
-"""The question about a planned run: a file of keys, the flags of the same names, and where each value is
-from.
-"""
+"""The question about a planned run: its keys, and the causes of failures that they describe."""
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ft.base import files, quantities
-from ft.base.errors import Problems, UserError
-from ft.base.flags import nearest
+from ft.base import quantities, scenario
+from ft.base.errors import Problems
 from ft.base.quantities import between, whole
+from ft.base.scenario import GIVEN, YEAR, Key, one_of, time
 from ft.lab.plan.goodput.histories import Cause, History, history
 
-GIVEN, ASSUMED = "given", "assumed"
 CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
 """Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 BEST = "best"
 LAWS = ("exponential", "weibull", "lognormal", "periodic", "trace")
 REPAIRS = ("exponential", "fixed", "lognormal")
-YEAR = 365.25 * 86400.0
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a scenario file, and the flag of the same name.
-
-    Attributes:
-        read: converts text or a number to the value; raises ValueError.
-        metavar: placeholder in help.
-        help: what it is.
-        default: value if it is not given; None: there is none, and the model does without it, or it is required.
-        origin: where the default is from.
-        group: title of the group of flags.
-    """
-
-    read: Callable[[Any], Any]
-    metavar: str
-    help: str
-    default: Any = None
-    origin: str = ASSUMED
-    group: str = "cluster"
-
-
-def time(least: float = 0.0, most: float = 1000 * YEAR) -> Callable[[Any], float]:
-    """Return a reader of times with a unit; a plain number in a file is in seconds."""
-
-    def read(value: Any) -> float:
-        found = quantities.seconds(value, least, bare=None if isinstance(value, str) else 1.0)
-        if found > most:
-            raise ValueError(f"more than {most / YEAR:,.0f} years")
-        return found
-
-    return read
-
-
-def one_of(names: Sequence[str]) -> Callable[[Any], str]:
-    """Return a reader that accepts only the given names."""
-
-    def read(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"none of {', '.join(names)}")
-        return value
-
-    return read
 
 
 def spares(value: Any) -> tuple[int, ...]:
@@ -78,7 +30,8 @@ def spares(value: Any) -> tuple[int, ...]:
 _PAPER_SWAP = "paper (DEADPOOL, VII-C: 29.8 and 32.6 s on 256 GPUs)"
 _PAPER_STALL = "paper (FT-HSDP, 6.1)"
 _RUN, _FAILS, _PROTECTS, _MODEL = "run", "failures", "recovery and protections", "simulation"
-KEYS: dict[str, Key] = {
+_MEASURED = "measured and published values"
+_KNOWN: dict[str, Key] = {
     "gpus": Key(whole(1, 10_000_000), "N", "GPUs that train, without standbys"),
     "gpus_per_node": Key(whole(1, 1024), "N", "GPUs of a node", 8),
     "replica_gpus": Key(whole(1, 10_000_000), "N", "fewest GPUs that hold a replica; default: from params"),
@@ -138,17 +91,17 @@ KEYS: dict[str, Key] = {
                       group=_PROTECTS),
     "seed": Key(whole(0), "N", "seed of all random numbers", 0, group=_MODEL),
     "failures": Key(whole(200, 10_000_000), "N", "failures to simulate for each row", None, "chosen", _MODEL),
+    "history": Key(str, "NAME|FILE.csv", "published failures, or recorded ones, scaled to this cluster: llama3, ...",
+                   group=_MEASURED),
+    "from_run": Key(str, "DIR", "take step, save, restart and recovery times from the record of this run",
+                    group=_MEASURED),
+    "from_sacct": Key(str, "FILE", "take failures of nodes from sacct -a -X -D -P -S DATE -o "
+                      "JobID,State,ElapsedRaw,NNodes", group=_MEASURED),
 }  # fmt: skip
-"""Key -> what it is. A "_" in a key is a "-" in its flag."""
+"""Key -> what it is."""
 _RATES = ("gpu_mtbf", "node_mtbf", "software_mtbf", "rack_mtbf", "switch_mtbf", "power_mtbf")
 _NOTHING_FAILS = "nothing fails: no --gpu-mtbf and no other rate", "give --gpu-mtbf or --history"
-REQUIRED = ("gpus", "step_time", "save_time", "restart_time")
-FILES = {
-    "history": ("NAME|FILE.csv", "published failures, or recorded ones, scaled to this cluster: llama3, rsc, ..."),
-    "from_run": ("DIR", "take step, save, restart and recovery times from the record of this run"),
-    "from_sacct": ("FILE", "take failures of nodes from sacct -a -X -D -P -S DATE -o JobID,State,ElapsedRaw,NNodes"),
-}
-RENAMED = {
+_RENAMED = {
     "mtbf_gpu": "gpu_mtbf", "mtbf_node": "node_mtbf", "node_mtbf_s": "node_mtbf", "mtbf": "gpu_mtbf",
     "mttf": "gpu_mtbf", "mtbf_min": "gpu_mtbf", "step": "step_time", "stack": "step_time", "iteration": "step_time",
     "checkpoint_cost": "save_time", "save": "save_time", "restart": "restart_time", "rebuild": "restart_time",
@@ -157,6 +110,7 @@ RENAMED = {
     "rejoin_stall": "rejoin_time", "repair": "repair_time",
 }  # fmt: skip
 """Names that older commands gave to a key -> the key."""
+KEYS = scenario.Keys(_KNOWN, ("gpus", "step_time", "save_time", "restart_time"), _RENAMED)
 
 
 @dataclass(frozen=True)
@@ -201,120 +155,28 @@ class Scenario:
         return Scenario({**self.values, **values}, self.origin, tuple(causes), self.trace)
 
 
+def shown(name: str, value: Any) -> str:
+    """Return the value of a key as text that the key reads."""
+    return scenario.shown(value, _KNOWN[name]) or BEST
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the scenario file and every key as a flag; values stay text, so that all problems are told at once."""
-    parser.add_argument("scenario", nargs="?", metavar="SCENARIO.toml", help="file of the keys; flags override it")
-    titles: dict[str, Any] = {}
-    for name, key in KEYS.items():
-        if key.group not in titles:
-            titles[key.group] = parser.add_argument_group(key.group)
-        titles[key.group].add_argument(flag(name), metavar=key.metavar, help=_about(name).replace("%", "%%"))
-    group = parser.add_argument_group("measured and published values")
-    for name, (metavar, about) in FILES.items():
-        group.add_argument(flag(name), metavar=metavar, help=about)
-    parser.parse_known_args = lambda words=None, space=None: _parse(parser, words or (), space)  # type: ignore
+    """Add the scenario file and every key as a flag."""
+    KEYS.add_flags(parser)
 
 
-def _about(name: str) -> str:
-    key = KEYS[name]
-    needed = "; required" if name in REQUIRED else ""
-    default = "" if key.default in (None, ()) else f" (default: {shown(key.default, key)}, {key.origin})"
-    return f"{key.help}{needed}{default}"
-
-
-def shown(value: Any, key: Key) -> str:
-    """Return a value as text that its key reads."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or BEST
-    if key.metavar == "TIME":
-        unit, size = ("h", 3600.0) if value >= 3600 else ("s", 1.0)
-        return f"{value / size:.10g}{unit}"
-    return f"{value / 1e9:g}B" if key.read is quantities.amount else str(value)
-
-
-def flag(name: str) -> str:
-    """Return the flag of a key."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _parse(parser: argparse.ArgumentParser, words: Sequence[str], space: argparse.Namespace | None) -> tuple:
-    """Parse the words of the command into strings, and note unknown flags as ``problems`` of the namespace, and the
-    keys that were given by another name as ``renamed``.
-    """
-    space = space or argparse.Namespace()
-    actions = parser._option_string_actions
-    for action in parser._actions:
-        if action.dest != "help":
-            setattr(space, action.dest, action.default)
-    for name, value in parser._defaults.items():
-        setattr(space, name, value)
-    space.problems, space.renamed, rest = [], set(), list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("--") and word != "-h":
-            if space.scenario is not None:
-                space.problems.append((f"unexpected word {word!r}", "quote values that contain spaces"))
-            space.scenario = word
-        elif name in ("-h", "--help"):
-            parser.print_help()
-            parser.exit()
-        elif name not in actions:
-            space.problems.append(unknown(name, actions))
-            space.renamed |= {RENAMED.get(name.removeprefix("--").replace("-", "_"), "")}
-            if rest and not rest[0].startswith("--"):
-                rest.pop(0)
-        elif actions[name].nargs == 0:
-            setattr(space, actions[name].dest, True)
-        elif not equals and (not rest or rest[0].startswith("--")):
-            space.problems.append((f"{name} has no value", actions[name].help))
-        else:
-            setattr(space, actions[name].dest, value if equals else rest.pop(0))
-    return space, []
-
-
-def unknown(word: str, known: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the problem of an unknown flag, with the name that replaces it, or the nearest one."""
-    name = word.removeprefix("--").replace("-", "_")
-    if name in RENAMED:
-        return f"{word} has another name", f"give {flag(RENAMED[name])}: {KEYS[RENAMED[name]].help}"
-    meant = nearest(word, [each for each in known if each.startswith("--")])
-    return f"unknown flag {word}", f"did you mean {meant}?" if meant else "see --help"
-
-
-def read(given: argparse.Namespace, needs: Sequence[str] = REQUIRED) -> Scenario:
+def read(given: argparse.Namespace) -> Scenario:
     """Return the scenario of the file and of the flags.
-
-    Args:
-        given: the parsed flags.
-        needs: keys that must have a value.
 
     Raises:
         UserError: something is wrong; the message names all of it.
     """
-    problems = Problems()
-    problems.add(getattr(given, "problems", []))
-    texts: dict[str, Any] = {}
-    with problems:
-        texts |= _file(given.scenario)
-    texts |= {name: getattr(given, name) for name in (*KEYS, *FILES) if getattr(given, name, None) is not None}
-    values, origin = {name: key.default for name, key in KEYS.items()}, {n: key.origin for n, key in KEYS.items()}
-    bad: set[str] = set()
-    for name, text in texts.items():
-        if name in KEYS:
-            try:
-                values[name], origin[name] = KEYS[name].read(text), GIVEN
-            except ValueError as error:
-                bad.add(name)
-                problems.add([(f"{flag(name)} {text}: {error}", f"{name}: {KEYS[name].help}")])
+    values, origin, bad, problems = KEYS.read(given)
     causes: list[Cause] = []
     trace = None
     with problems:
-        trace = _measured(texts, values, origin, causes)
-    bad |= getattr(given, "renamed", set())
-    missing = [name for name in needs if values[name] is None and name not in bad]
-    problems.add([(f"{flag(name)} is missing: {KEYS[name].help}", f"give {flag(name)}") for name in missing])
-    if not bad & set(_RATES) and not texts.keys() & set(FILES) and not any(values[name] for name in _RATES):
+        trace = _measured(values, origin, causes)
+    if not bad & set(_RATES) and not any(values[name] for name in (*_RATES, "history", "from_run", "from_sacct")):
         problems.add([_NOTHING_FAILS])
     problems.refuse()
     causes += _causes(values, bool(causes))
@@ -324,48 +186,28 @@ def read(given: argparse.Namespace, needs: Sequence[str] = REQUIRED) -> Scenario
     return found
 
 
-def _file(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    content = files.read_structured(path, "the scenario")
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no keys", "give the keys of a scenario")
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    flat = {str(name).replace("-", "_"): value for name, value in flat.items()}
-    known = (*KEYS, *FILES)
-    problems = []
-    for name in flat.keys() - set(known):
-        near = RENAMED.get(name) or nearest(name, known)
-        problems.append((f"{path} has the unknown key {name!r}", f"use {near}" if near else "see the list of keys"))
-    if problems:
-        raise UserError.of(problems)
-    return flat
-
-
-def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list[Cause]) -> History | None:
+def _measured(values: dict, origin: dict, causes: list[Cause]) -> History | None:
     """Add what the record of a run, Slurm's accounting or a history says; return a history that is replayed."""
     from ft.lab.plan.goodput import measured
 
     problems, trace = Problems(), None
-    if "from_run" in texts:
+    if values["from_run"]:
         with problems:
-            for name, (value, source) in measured.of_run(texts["from_run"]).items():
+            for name, (value, source) in measured.of_run(values["from_run"]).items():
                 if origin[name] != GIVEN:
                     values[name], origin[name] = value, source
-    if "from_sacct" in texts:
+    if values["from_sacct"]:
         with problems:
-            causes += measured.of_sacct(texts["from_sacct"], values["repair_time"])
-            values["from_sacct"], origin["from_sacct"] = texts["from_sacct"], f"measured ({causes[-1].name})"
-    if "history" in texts:
+            causes += measured.of_sacct(values["from_sacct"], values["repair_time"])
+            origin["from_sacct"] = f"measured ({causes[-1].name})"
+    if values["history"]:
         with problems:
-            found = history(str(texts["history"]))
+            found = history(values["history"])
             if found.times and (origin["law"] != GIVEN or values["law"] == "trace"):
                 trace, values["law"] = found, "trace"
             sizes = {kind: values[f"nodes_per_{kind}"] for kind in ("rack", "switch", "power")}
             causes += found.causes(values["gpus_per_node"], values["repair_time"], values["domain_repair_time"], sizes)
-            values["history"], origin["history"] = str(texts["history"]), f"history ({found.source})"
+            origin["history"] = f"history ({found.source})"
     problems.refuse()
     return trace
 
@@ -422,17 +264,17 @@ def template() -> str:
     example = {"gpus": "4096", "step_time": '"10s"', "gpu_mtbf": '"50000h"', "save_time": '"60s"'}
     example |= {"restart_time": '"10m"', "repair_time": '"24h"'}
     group = ""
-    for name, key in KEYS.items():
+    for name, key in _KNOWN.items():
         if key.group != group:
             group = key.group
             lines += [f"[{group.replace(' ', '_')}]"]
-        value = example.get(name) or ('""' if key.default in (None, ()) else _toml(key))
-        lines += [f"# {_about(name)}", f"{'' if name in example else '# '}{name} = {value}", ""]
-    lines += ["[measured]", *(f'# {about}\n# {name} = ""\n' for name, (_, about) in FILES.items())]
+        value = example.get(name) or ('""' if key.default in (None, ()) else _toml(name, key))
+        about = f"{key.help}; required" if name in KEYS.required else key.said
+        lines += [f"# {about}", f"{'' if name in example else '# '}{name} = {value}", ""]
     return "\n".join(lines)
 
 
-def _toml(key: Key) -> str:
-    text = shown(key.default, key)
+def _toml(name: str, key: Key) -> str:
+    text = shown(name, key.default)
     is_number = isinstance(key.default, int | float) and key.metavar != "TIME" and "B" not in text
     return text if is_number else f'"{text}"'

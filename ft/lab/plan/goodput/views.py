@@ -1,4 +1,4 @@
-"""Implement ``ft plan spares``, ``interval``, ``check-model`` and ``paper``: views on the model behind ``ft plan buy``.
+"""Implement ``ft plan spares`` and ``ft plan interval``: views on the model behind ``ft plan buy``.
 
 The modules with numerical libraries are imported when they are needed, so that wrong input is refused at once.
 """
@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ft.base.quantities import argument, whole
 from ft.lab.plan.goodput import scenario
 from ft.lab.plan.goodput.answer import row_values
 from ft.lab.plan.goodput.buy import DRAWN, LEFT_OUT, origins, read
@@ -22,7 +21,7 @@ _FACTORS = (0.1, 0.2, 0.35, 0.6, 0.8, 1.0, 1.25, 1.7, 3.0, 5.0, 10.0)
 
 
 def add_parser(subparsers) -> None:
-    """Add the subcommands ``spares``, ``interval``, ``check-model`` and ``paper``."""
+    """Add the subcommands ``spares`` and ``interval``."""
     for name, main, about, more in (
         ("spares", run_spares, "how many standby nodes pay for themselves", "numbers of standby nodes"),
         ("interval", run_interval, "how often to save, beside the formulas of Young and Daly", "intervals"),
@@ -36,42 +35,6 @@ def add_parser(subparsers) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
         parser.add_argument("--plot", metavar="FILE", help=f"draw the curves: {', '.join(DRAWN)}")
         parser.set_defaults(main=main)
-
-    parser = subparsers.add_parser(
-        "check-model",
-        help="compare the simulation behind ft plan with exact formulas",
-        description="Compare the simulation behind ft plan buy with exact formulas, one effect at a time. The exit "
-        "code is 1 if a share differs by more than 0.5 points, or SPARe's endurance, an approximation, by over 6 %.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(main=_check_model)
-    parser = subparsers.add_parser(
-        "paper",
-        help="redo the tables of the papers, with deviations",
-        description="Redo the tables of a paper: deadpool (section IV), ft-hsdp (44 -> 80 %%), spare (tables 2, 4, 5 "
-        "and 6, with the scenario of table 1), checkfree (table 2) or sparetrain (overheads and gains). Predicted and "
-        "fitted cells are told apart.",
-    )
-    parser.add_argument("name", choices=PAPERS, help="the paper")
-    parser.add_argument(
-        "--trials", type=argument(whole(1, 100_000)), default=300, metavar="T", help="spare: of a row (default: 300)"
-    )
-    parser.set_defaults(main=_paper)
-
-
-PAPERS = ("deadpool", "ft-hsdp", "spare", "checkfree", "sparetrain")
-
-
-def _check_model(given: argparse.Namespace) -> int:
-    from ft.lab.plan.goodput import exact
-
-    return exact.run(given)
-
-
-def _paper(given: argparse.Namespace) -> int:
-    from ft.lab.plan.goodput import papers
-
-    return papers.run(given)
 
 
 def _best(asked: Scenario) -> dict[str, Any]:
@@ -92,7 +55,7 @@ def run_spares(given: argparse.Namespace) -> int:
         UserError: the scenario is wrong, or the picture cannot be written.
     """
     asked = read(given)
-    from ft.lab.plan.goodput import exact, model  # with SciPy, which wrong input need not wait for
+    from ft.lab.plan.goodput import model  # with SciPy, which wrong input need not wait for
 
     tries = model.standbys_to_try(asked)
     simulated = asked.but(failures=asked.failures or 20_000)
@@ -102,7 +65,7 @@ def run_spares(given: argparse.Namespace) -> int:
     }
     lost = sum(cause.rate(asked.nodes) * cause.taken for cause in asked.causes)
     node = asked.nodes / lost if lost else math.inf
-    waits = [percent(exact.waiting(asked.nodes, n, node, asked.repair_time)) for n in tries]
+    waits = [percent(model.waiting(asked.nodes, n, node, asked.repair_time)) for n in tries]
     head = ["standbys", "waits", *(f"{name}: useful, paid" for name in rows)]
     best = {name: min(each, key=lambda row: row.paid) for name, each in rows.items()}
     lines = [
@@ -127,7 +90,7 @@ def run_interval(given: argparse.Namespace) -> int:
         UserError: the scenario is wrong, or the picture cannot be written.
     """
     asked = read(given)
-    from ft.lab.plan.goodput import exact, model  # with SciPy, which wrong input need not wait for
+    from ft.lab.plan.goodput import model  # with SciPy, which wrong input need not wait for
 
     chosen = _best(asked.but(interval=None))
     alone = chosen["checkpoints"].interval
@@ -138,8 +101,8 @@ def run_interval(given: argparse.Namespace) -> int:
         for name, row in chosen.items()
     }
     times = asked.save_time, asked.restart_time, asked.mtbf_s
-    daly = [exact.daly(n * asked.step_time, *times) for n in tries]
-    young = exact.young(asked.save_time, asked.mtbf_s) / asked.step_time
+    daly = [model.daly(n * asked.step_time, *times) for n in tries]
+    young = model.young(asked.save_time, asked.mtbf_s) / asked.step_time
     best = {name: max(each, key=lambda row: row.effective) for name, each in rows.items()}
     head = ["steps", "every", *(f"{name}, {row.spares} standbys" for name, row in chosen.items()), "Daly's formula"]
     lines = [

@@ -1,18 +1,74 @@
 """Compute what k peer copies of each snapshot cost and what risk they leave, for one cluster and one model.
 
-A snapshot is a copy of one rank's training state in host memory; other ranks (holders) keep k peer copies of it
-(DEADPOOL). A failure domain is a set of nodes that fail together, such as a rack.
+A snapshot is a copy of one rank's training state in host memory. The owner of a state is the rank that computes it; its
+k holders are the ranks that keep a peer copy of it (DEADPOOL). A failure domain is a set of nodes that fail together,
+such as a rack. A component is a node or a failure domain.
+
+Each component fails with rate ``1 / mtbf``; a failure domain takes down all its nodes; all failures are independent. A
+failure opens a window: the states whose copies it destroyed are less protected until the lost ranks have workers again
+and their copies have been sent again. A state is lost when all other nodes that hold it, the owner's and the holders',
+go down within that window. For a failure of a component ``c``, let ``M_c`` contain the minimal sets of further
+components whose failures cause this for some owner (a domain that takes down several nodes counts once, and so does a
+set by which several owners lose their state). Then
+
+    P(loss | c) <= min(1, sum over m in M_c of product over f in m of P(f fails within the window))
+    P(loss | a failure) = sum over c of rate(c) / rate * P(loss | c)
+
+and the probability of a loss within a time T is ``1 - exp(-rate T P(loss | a failure))``. If only nodes fail, each with
+probability p within a window, and the copies of D states are on k other nodes, the second line times the rate is
+``(k + 1) D p^(k+1)`` per window: k + 1 times DEADPOOL's formula (1), because any of the k + 1 nodes may fail first.
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ft.lab.plan.snapshot.loss import Failures, Risk, formula_1, risk
 from ft.lab.plan.snapshot.shards import Shard
 from ft.platform.slurm import NODE
+from ft.state.placement import Where
 from megatron.ft_trainer.arguments.layout import Layout
 
 MONTH = 30 * 86400.0
+Component = tuple[str, str]
+"""(kind, name) of a component that can fail: a node, a rack, ..."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often each kind of component fails.
+
+    Attributes:
+        mtbf: kind of component ("node", "rack", ...) -> mean seconds between two failures of one component; kinds that
+            are not listed do not fail.
+        window: seconds from a failure until all states have all their copies again.
+    """
+
+    mtbf: Mapping[str, float]
+    window: float
+
+    def within(self, kind: str) -> float:
+        """Return the probability that one component of this kind fails within the window."""
+        return -math.expm1(-self.window / self.mtbf[kind]) if kind in self.mtbf else 0.0
+
+
+@dataclass(frozen=True)
+class Risk:
+    """The risk of losing state.
+
+    Attributes:
+        rate: failures per second of all components together.
+        per_failure: probability that a failure loses state.
+        by_kind: kind of component -> probability that its failure loses state.
+    """
+
+    rate: float
+    per_failure: float
+    by_kind: Mapping[str, float] = field(default_factory=dict)
+
+    def within(self, seconds: float) -> float:
+        """Return the probability of at least one loss within ``seconds``."""
+        return -math.expm1(-self.rate * seconds * self.per_failure)
 
 
 @dataclass(frozen=True)
@@ -84,10 +140,6 @@ class CopiesResult:
         network_s: seconds of the transfer over the network.
         transfer_s: seconds of both, overlapped chunk by chunk.
         fits: whether ``transfer_s`` is at most ``Question.window_s``; None where that is unknown.
-        formula: probability of losing a state by DEADPOOL, formula (1), per step; where the step time is unknown, per
-            ``Failures.window``.
-        correlated: the same by DEADPOOL's formula for correlated failures, for the kind of failure domain that fails
-            most often; None without failure domains.
         risk: risk computed for the actual placement of the copies.
         problems: sentences about the placement's problems.
     """
@@ -102,8 +154,6 @@ class CopiesResult:
     network_s: float
     transfer_s: float
     fits: bool | None
-    formula: float
-    correlated: float | None
     risk: Risk
     problems: list[str]
 
@@ -134,7 +184,6 @@ def answer(question: Question, k: int) -> CopiesResult:
     d2h_s, network_s = d2h / question.pcie, max(*sent.values(), *received.values()) / question.network
     transfer_s = max(d2h_s, network_s)
     incomplete = () if question.copies_complete else list(where)
-    formula, correlated = _formulas(question, k)
     return CopiesResult(
         k=k,
         own=own[fullest],
@@ -146,18 +195,83 @@ def answer(question: Question, k: int) -> CopiesResult:
         network_s=network_s,
         transfer_s=transfer_s,
         fits=None if question.window_s is None else transfer_s <= question.window_s,
-        formula=formula,
-        correlated=correlated,
         risk=risk(where, holders, question.failures),
         problems=find_problems(where, question.groups, k, holders, incomplete),
     )
 
 
-def _formulas(question: Question, k: int) -> tuple[float, float | None]:
-    """Return DEADPOOL's formula (1) and its correlated form, per step, with the cluster's shards and failure rates."""
-    per = question.step_s or question.failures.window
-    rates = {kind: 1.0 / mtbf for kind, mtbf in question.failures.mtbf.items()}
-    node = rates.pop(NODE, 0.0)
-    worst = max(rates.values(), default=None)
-    count = len(question.shards)
-    return formula_1(count, node * per, k), None if worst is None else formula_1(count, worst * per, k)
+def risk(where: Where, holders: Mapping[int, Sequence[int]], failures: Failures) -> Risk:
+    """Return the risk of a placement.
+
+    Args:
+        where: logical rank -> kind -> name of its failure domains.
+        holders: owner -> ranks that hold copies of its state.
+        failures: how often each kind of component fails.
+    """
+    nodes = {kinds[NODE]: kinds for kinds in where.values()}
+    number: dict[Component, int] = {}  # small integers make set operations fast
+    parts = [[number.setdefault(part, len(number)) for part in kinds.items()] for kinds in nodes.values()]
+    kinds = [kind for kind, _ in number]
+    chance = [failures.within(kind) for kind in kinds]
+    fatal = [[part for part in of_node if chance[part] > 0] for of_node in parts]
+    sets_on = _sets_on(where, holders, {name: i for i, name in enumerate(nodes)})
+    known: dict[tuple, float] = {}
+    rates: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for part, members in _components(parts).items():
+        kind = kinds[part]
+        if kind not in failures.mtbf:
+            continue
+        rate = 1.0 / failures.mtbf[kind]
+        hit = set().union(*(sets_on.get(node, ()) for node in members))
+        rests = sorted(sorted(rest) for rest in {nodes - members for nodes in hit})
+        shape = _shape(rests, fatal, kinds)
+        if shape not in known:
+            ways = set().union(*(_ways_down(rest, fatal) for rest in rests))
+            known[shape] = min(1.0, math.fsum(math.prod(chance[part] for part in way) for way in ways))
+        rates[kind] = rates.get(kind, 0.0) + rate
+        losses[kind] = losses.get(kind, 0.0) + rate * known[shape]
+    total = math.fsum(rates.values())
+    by_kind = {kind: losses[kind] / rates[kind] for kind in rates}
+    return Risk(total, math.fsum(losses.values()) / total if total else 0.0, by_kind)
+
+
+def _sets_on(
+    where: Where, holders: Mapping[int, Sequence[int]], node_of: Mapping[str, int]
+) -> dict[int, set[frozenset[int]]]:
+    """Return node -> the sets of nodes, each including this node, that together hold all copies of some state."""
+    seat = {rank: node_of[kinds[NODE]] for rank, kinds in where.items()}
+    found: dict[int, set[frozenset[int]]] = {}
+    for nodes in {frozenset([seat[owner], *[seat[rank] for rank in held]]) for owner, held in holders.items()}:
+        for node in nodes:
+            found.setdefault(node, set()).add(nodes)
+    return found
+
+
+def _components(parts: Sequence[Sequence[int]]) -> dict[int, frozenset[int]]:
+    """Return component that can fail -> the nodes that its failure takes down."""
+    members: dict[int, list[int]] = {}
+    for node, of_node in enumerate(parts):
+        for part in of_node:
+            members.setdefault(part, []).append(node)
+    return {part: frozenset(nodes) for part, nodes in members.items()}
+
+
+def _shape(rests: Sequence[Sequence[int]], fatal: Sequence[Sequence[int]], kinds: Sequence[str]) -> tuple:
+    """Return everything that the result of ``_ways_down`` depends on, without the components' names.
+
+    In a regular cluster most failures have the same shape, so the result can be reused.
+    """
+    names: dict[int, int] = {}
+    return tuple(
+        tuple([tuple([(names.setdefault(part, len(names)), kinds[part]) for part in fatal[node]]) for node in rest])
+        for rest in rests
+    )
+
+
+def _ways_down(nodes: Sequence[int], fatal: Sequence[Sequence[int]]) -> set[frozenset[int]]:
+    """Return the minimal sets of components whose failures take down all ``nodes`` (no nodes: only the empty set)."""
+    ways = set(map(frozenset, itertools.product(*[fatal[node] for node in nodes])))
+    if len(set(map(len, ways))) == 1:
+        return ways
+    return {way for way in ways if not any(other < way for other in ways)}

@@ -35,7 +35,7 @@ _CYCLES = 2
 _LARGE_MESSAGE, _MESSAGE_ON_CPU = 64 << 20, 4 << 20
 """Bytes of a message between two ranks: more than NCCL's buffers take."""
 _CREW_S, _PLANTED_S = 60.0, 20.0
-"""Time limits for the ranks of a check, in seconds: without a planted fault, and with one."""
+"""Seconds after which a check ends its ranks: if no fault is planted for the self-test to find, and if one is."""
 _SLOW = (
     "ranks that are released so late delay every recovery: look for other load on this node, and try another "
     "release of NCCL and of the driver"

@@ -18,7 +18,6 @@ same bucket groups, so they start their reductions in the same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,26 +33,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.patches import step_state
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The roles of one stage."""
-
-    stage: int
-    stages: int
-
-    @property
-    def embeds(self) -> bool:
-        return self.stage < 2
-
-    @property
-    def heads(self) -> bool:
-        return self.stage >= self.stages - 2
-
-    @property
-    def holds_copy(self) -> bool:
-        return self.stage in (1, self.stages - 2)
 
 
 def pairs(stages: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -108,13 +87,19 @@ _TIED = "embedding.word_embeddings.weight"
 _PARTS = ("embedding.", "output_layer.", "decoder.final_layernorm.")
 
 
+Report = torch.Tensor | dict[str, torch.Tensor]
+"""What a trainer's loss function reports for a microbatch: the tensor [loss sum, tokens], or a dict with one such
+tensor."""
+
+
 class ReplicatedEnds:
-    """The embedding and head of one rank, originals or copies.
+    """The embedding and head of one rank, originals or copies (:class:`megatron.patches.swapped_pipeline.Ends`).
 
     The constructor is collective over all ranks, because it creates process groups.
 
     Attributes:
-        roles: roles of this stage: whether it has the embedding or the head, and the original or the copy.
+        stage: pipeline stage of this rank.
+        stages: number of stages.
         group: process group of the two ranks that have the original and the copy; both have the same tensor- and
             data-parallel coordinates. None on stages that have neither.
         twin: logical rank of the other member of ``group``; None on stages without a group.
@@ -122,15 +107,26 @@ class ReplicatedEnds:
 
     def __init__(self):
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        stages = dist.get_world_size(pipeline)
-        self.roles = Roles(dist.get_rank(pipeline), stages)
+        self.stage, self.stages = dist.get_rank(pipeline), dist.get_world_size(pipeline)
         self.group, self.twin, self._original = None, None, -1
-        for pair in pairs(stages):
+        for pair in pairs(self.stages):
             for ranks in _all_pairs(pipeline, pair):
                 group = dist.new_group(sorted(ranks))
                 if dist.get_rank() in ranks:
                     self.group, self._original = group, ranks[0]
                     self.twin = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
+
+    @property
+    def embeds(self) -> bool:
+        return self.stage < 2
+
+    @property
+    def heads(self) -> bool:
+        return self.stage >= self.stages - 2
+
+    @property
+    def holds_copy(self) -> bool:
+        return self.stage in (1, self.stages - 2)
 
     def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield this stage's parameters of embedding and head, originals or copies, including tied weights."""
@@ -143,26 +139,22 @@ class ReplicatedEnds:
         """
         return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
 
-    def mark(self, chunk: torch.nn.Module) -> None:
-        """Exclude the copies from gradient norms and mark them as replicas in checkpoints.
-
-        Must be called before the optimizer is created.
+    def built(self, model: torch.nn.Module) -> None:
+        """Set the copies in a new model to the values of the originals, exclude them from gradient norms, and mark them
+        as replicas in checkpoints. All ranks of ``group`` have to call it.
         """
-        if not self.roles.holds_copy:
-            return
-        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        for name, param in self.params(chunk):
-            param.shared = True
-            if model.share_embeddings_and_output_weights and name == _TIED:
-                param.shared_embedding = True
-        model.sharded_state_dict = _as_copies(model.sharded_state_dict)
-
-    def equalize(self, chunk: torch.nn.Module) -> None:
-        """Set the copy to the value of the original. All ranks of ``group`` have to call it."""
         if self.group is None:
             return
-        for _, param in self.params(chunk):
-            dist.broadcast(param.data, self._original, group=self.group)
+        for name, param in self.params(model):
+            value = param.data.cuda()  # with --use-cpu-initialization the model is not there yet
+            dist.broadcast(value, self._original, group=self.group)
+            param.data.copy_(value)
+            if self.holds_copy:
+                param.shared = True
+                if model.share_embeddings_and_output_weights and name == _TIED:
+                    param.shared_embedding = True
+        if self.holds_copy:
+            model.sharded_state_dict = _as_copies(model.sharded_state_dict)
 
     def sum_gradients(self, chunk: torch.nn.Module) -> None:
         """Sum the gradients of original and copy, so that both have the gradient of all microbatches.
@@ -175,24 +167,34 @@ class ReplicatedEnds:
             if not getattr(param, "shared_embedding", False):
                 dist.all_reduce(param.main_grad, group=self.group)
 
-    def sum_losses(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return one tensor [loss sum, tokens] for all microbatches on the last stage, [] on the others.
+    def sum_losses(self, reports: list[Report]) -> list[Report]:
+        """Return one report for all microbatches on the last stage, [] on the others.
 
         Collective in the ``group`` of the two stages with a head.
+
+        Raises:
+            UserError: a report is of another kind.
         """
-        if not self.roles.heads:
+        if not self.heads:
             return []
+        names = {name for report in reports if isinstance(report, dict) for name in report}
+        losses = [each for report in reports for each in (report.values() if isinstance(report, dict) else [report])]
+        if len(losses) != len(reports) or len(names) > 1 or any(each.numel() != 2 for each in losses):
+            problem = (
+                "--ft-checkfree-plus adds up one loss, a tensor [sum, number of tokens]; the loss function reports"
+            )
+            raise UserError(f"{problem} {reports[0]}", "report the loss as pretrain_gpt.py does")
         device = torch.cuda.current_device()
         total = torch.stack(losses).sum(dim=0) if losses else torch.zeros(2, dtype=torch.float32, device=device)
         dist.all_reduce(total, group=self.group)
-        return [] if self.roles.holds_copy else [total]
+        return [] if self.holds_copy else [dict.fromkeys(names, total) or total]
 
     def sum_tokens(self, tokens: torch.Tensor | None) -> None:
         """Set ``tokens`` to the number of tokens of all microbatches on stages with a head; None is left alone.
 
         Collective in the ``group`` of the two stages with a head.
         """
-        if tokens is not None and self.roles.heads:
+        if tokens is not None and self.heads:
             dist.all_reduce(tokens, group=self.group)
 
 

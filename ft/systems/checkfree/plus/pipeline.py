@@ -21,10 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.systems.checkfree.plus.ends import EarlyReduction, ReplicatedEnds, StageEnds, in_place
+from ft.base.errors import UserError
+from ft.systems.checkfree.plus.ends import EarlyReduction, ReplicatedEnds, Report, StageEnds, in_place
 from ft.systems.schedule.program import Batch, Program, Unit
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
 from megatron.patches import double_execution, instances, swapped_pipeline
 from megatron.patches.releases import backward_step
 
@@ -34,10 +36,10 @@ class Iteration:
 
     Args:
         step: the trainer's forward step function, as core's schedules take it.
-        batches: the data of the microbatches by number; each is None on a stage that reads no tokens.
+        batches: the data of the microbatches by number; each is None on a rank that reads no tokens.
 
     Attributes:
-        losses: losses of the microbatches whose route ends on this stage.
+        losses: what the loss function reports for the microbatches whose route ends on this stage.
         tokens: number of tokens in these microbatches, as the loss function counts them.
     """
 
@@ -73,7 +75,7 @@ class Iteration:
         self._awaited: set[Unit] = set()
         self._in_flight: list[dist.P2POp] = []
         self._outputs: list[torch.Tensor] = []
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[Report] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def run(self) -> None:
@@ -162,12 +164,14 @@ class Iteration:
             The conversion is needed because core converts outputs to fp32 on the last stage of the pipeline, which is
             not the last one of every microbatch's route.
             """
-            output, loss = self._step(loader, model)
+            with swapped_pipeline.placed(first=first, last=last):
+                output, loss = self._step(loader, model)
             return output.to(torch.float32 if last else self._config.pipeline_dtype), loss
 
+        batch = self._batches[number]
         output, counted = schedules.forward_step(
             in_precision,
-            iter([self._batches[number]]) if first or last else None,
+            None if batch is None else iter([batch]),
             self._chunk,
             len(self._batches),
             given,
@@ -211,7 +215,14 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
 
     Args:
         plan: returns the schedule for a number of microbatches.
+
+    Raises:
+        UserError: the model is none of core's class GPTModel, which alone is built with swapped ends.
     """
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    if not isinstance(model, GPTModel):
+        problem = f"--ft-checkfree-plus swaps the ends of core's GPTModel, and the model is a {type(model).__name__}"
+        raise UserError(problem, "use --ft-checkfree")
     config = chunk.config
     planned = cache(plan)
 
@@ -224,7 +235,7 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
 
     def run(
         *, forward_step_func: Callable, data_iterator: Any, model: Any, groups: Any, num_microbatches: int, **sizes: int
-    ) -> list[torch.Tensor]:
+    ) -> list[Report]:
         """Train one step in place of core's schedule, with its keywords; return the losses of the last stage."""
         stage_model = model[0] if isinstance(model, list) else model
         batches = _read(data_iterator, num_microbatches)
@@ -234,7 +245,7 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
         return ends.sum_losses(iteration.losses)
 
     def plainly(by_core: Callable[[], Any]) -> Any:
-        return in_place(chunk, ends.roles.stage, ends.roles.stages, by_core)
+        return in_place(chunk, ends.stage, ends.stages, by_core)
 
     instances.around(config, "finalize_model_grads_func", finalize_replicated_ends)
     swapped_pipeline.use(run, plainly)

@@ -27,10 +27,10 @@ MOST_STAGES = 8
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write the picture of ``plan`` to ``path`` as a PNG file.
+    """Write the picture of ``plan`` to ``path``.
 
     Raises:
-        OSError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     stages = plan.trace.stages
     if len(stages) > MOST_STAGES:
@@ -43,7 +43,7 @@ def draw(plan: Plan, path: Path) -> None:
     _memory(memory, plan, stages)
     memory.sharex(lanes)
     memory.set_xlabel("milliseconds of the iteration", **look.STYLE)
-    figure.savefig(path, format="png")
+    look.save(figure, path)
 
 
 def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:

@@ -1,17 +1,15 @@
-"""Implement ``ft plan spare``: ``theory``, ``place`` and ``reorder``, one subcommand for each question about SPARe."""
+"""Implement ``ft plan spare``: ``place`` and ``reorder``, what SPARe hosts where and what it does after losses."""
 
 import argparse
 import json
 import time
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
 from ft.base.flags import add_group
-from ft.base.quantities import argument, several, whole
-from ft.lab.plan.spare import theory
+from ft.base.quantities import several
 from ft.show.text import left_out, shortened, table
 from ft.systems.spare.controller import Controller, Reordering
 from ft.systems.spare.placement import Placement
@@ -24,10 +22,6 @@ Numbers of groups and redundancies may be ranges (2..12) and lists (200,600); th
 pair."""
 
 
-_THEORY = """\
-Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
-lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
-(8)."""
 _PLACE = """\
 Compute a ruler with which two types share at most one group: group w hosts type (w + mark) mod N for each mark. The
 ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
@@ -39,20 +33,14 @@ computed additionally in the interrupted step."""
 
 def add_parser(subparsers) -> None:
     """Add ``spare`` with its subcommands."""
-    about = "plan the redundancy of SPARe: failures endured, stacks computed, placement, reordering"
+    about = "show what SPARe hosts where, and how it reorders after losses"
     nested = add_group(subparsers, "spare", (), command="ft plan", help=about, description=_DESCRIPTION)
-    theory_, place, reorder = (
-        _subcommand(nested, name, main, help, description)
-        for name, main, help, description in (
-            ("theory", run_theory, "failures endured and stacks per step, by the formulas of the paper", _THEORY),
-            ("place", run_place, "compute the ruler that places the types, and the resulting layout", _PLACE),
-            ("reorder", run_reorder, "show stack, moves and patch computes after a loss of groups", _REORDER),
-        )
+    place = _subcommand(
+        nested, "place", run_place, "compute the ruler that places the types, and the resulting layout", _PLACE
     )
-    number = argument(whole(-(10**18), 10**18))
-    theory_.add_argument("--failures", type=number, metavar="K", help="number of earlier failures, for rho")
+    about = "show stack, moves and patch computes after a loss of groups"
+    reorder = _subcommand(nested, "reorder", run_reorder, about, _REORDER)
     place.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use these marks, after a check")
-    place.add_argument("--out", metavar="FILE", help="write the initial order of every group to this file, as JSON")
     about = "groups, from 0, or ranges"
     reorder.add_argument("--failed", type=several, required=True, metavar="A,B,...", help=about)
 
@@ -82,54 +70,16 @@ def _as_json(given: argparse.Namespace, answers: Sequence[dict[str, Any]]) -> st
     return json.dumps(answers[0] if len(_sizes(given)) == 1 else list(answers))
 
 
-_THEORY_OUT = left_out(
-    "groups that return before a wipe-out", "bursts of failures", "failures during restarts", "jitter"
-)
-
-
-def run_theory(given: argparse.Namespace) -> int:
-    """Print the results.
-
-    Raises:
-        UserError: a size or the number of failures is invalid.
-    """
-    answers = [theory.answer(groups, redundancy, given.failures) for groups, redundancy in _sizes(given)]
-    print(_as_json(given, answers) if given.json else f"{_THEORY_OUT}\n\n{_theory_text(given, answers)}")
-    return 0
-
-
-def _theory_text(given: argparse.Namespace, answers: list[dict[str, Any]]) -> str:
-    head = ["groups", "redundancy", "failures (3)", "stack bound (6)", "stacks per step (5)", "r* (8)"]
-    rows = [
-        [
-            *(str(size), str(redundancy), f"{found['mu']:.1f}", f"{found['stack_lower_bound']:.2f}"),
-            *(f"{found['stack_mean']:.2f}", str(found["r_star"])),
-        ]
-        for (size, redundancy), found in zip(_sizes(given), answers, strict=True)
-    ]
-    if given.failures is not None:
-        head.append(f"rho after {given.failures}")
-        for row, found in zip(rows, answers, strict=True):
-            row.append(f"{found['rho']:.3f}")
-    return table(head, rows, right=range(len(head)))
-
-
 _PLACE_OUT = left_out("failure domains: the hosts of a type may share a rack or a switch")
 
 
 def run_place(given: argparse.Namespace) -> int:
-    """Print the rulers and, with ``--out``, write the layout (the types of every group in their initial order).
+    """Print the rulers.
 
     Raises:
-        UserError: a size cannot be placed, the given ruler is invalid, or the file cannot be written.
+        UserError: a size cannot be placed, or the given ruler is invalid.
     """
-    if given.out is not None and len(_sizes(given)) > 1:
-        raise UserError(
-            "--out stores a single layout, and several sizes are given", "give one --groups and --redundancy"
-        )
     placements = [_placement(groups, redundancy, given.ruler) for groups, redundancy in _sizes(given)]
-    if given.out is not None:
-        _write(placements[0], Path(given.out))
     answers = [{"ruler": list(placement.ruler), "max_overlap": placement.max_overlap} for placement in placements]
     print(_as_json(given, answers) if given.json else f"{_PLACE_OUT}\n\n{_place_text(placements)}")
     return 0
@@ -143,19 +93,6 @@ def _placement(groups: int, redundancy: int, given: list[int] | None) -> Placeme
             f"the ruler has {len(given)} marks, and the redundancy is {redundancy}", "give one mark for each host"
         )
     return Placement(groups, check(given, groups))
-
-
-def _write(placement: Placement, path: Path) -> None:
-    layout = {
-        "groups": placement.groups,
-        "redundancy": placement.redundancy,
-        "ruler": list(placement.ruler),
-        "orders": placement.orders().tolist(),
-    }
-    try:
-        path.write_text(json.dumps(layout) + "\n")
-    except OSError as error:
-        raise UserError(f"the layout cannot be written: {error}", "give --out a path that can be written") from error
 
 
 def _place_text(placements: list[Placement]) -> str:

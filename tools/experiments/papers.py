@@ -1,28 +1,41 @@
-"""Implement ``ft plan paper``: redo the tables of the papers, with the deviation of every figure."""
+"""Redo tables of the papers with the model behind ``ft plan buy``, with the deviation of every figure.
+
+    python tools/experiments/papers.py deadpool
+    python tools/experiments/papers.py ft-hsdp
+    python tools/experiments/papers.py checkfree
+    python tools/experiments/papers.py spare --trials 300
+
+deadpool: section IV. ft-hsdp: section 6.1 (44 and 80 %). checkfree: table 2; predicted and fitted cells are told apart.
+spare: tables 2, 4, 5 and 6, in the scenario of table 1. SpareTrain's are in ``dmr_figures.py``.
+"""
 
 import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ft.base.quantities import size
-from ft.lab.plan.goodput import exact, model
-from ft.lab.plan.goodput.buy import progress
-from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
-from ft.lab.plan.spare import theory
-from ft.protection.table import HOT_SWAP, REPLICAS, STAGES, SWAPPED
-from ft.show.text import percent, table
-from ft.systems.spare.placement import Placement
-from ft.systems.spare.ruler import ruler
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+
+import closed_forms as exact  # noqa: E402
+
+from ft.lab.plan.goodput import model  # noqa: E402
+from ft.lab.plan.goodput.model import CHECKPOINTS, Protection  # noqa: E402
+from ft.protection.table import HOT_SWAP, REPLICAS, STAGES, SWAPPED  # noqa: E402
+from ft.show.text import percent, table  # noqa: E402
+from ft.systems.spare.placement import Placement  # noqa: E402
+from ft.systems.spare.ruler import ruler  # noqa: E402
 
 
-def run(given: argparse.Namespace) -> int:
-    """Print the tables of a paper."""
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=_PAPERS, help="the paper")
+    parser.add_argument("--trials", type=int, default=300, help="spare: trials of each row (default: 300)")
+    given = parser.parse_args(argv)
     print("\n\n".join(_PAPERS[given.name](given)))
     return 0
 
@@ -159,12 +172,12 @@ def spare_training(groups: int, redundancy: int, is_spare: bool, seed: int) -> t
     if is_spare:
         hosts = Placement(groups, ruler(groups, redundancy)).host_table
         stack, patch = model.controlled(groups, redundancy)
-        lasts = theory.mu(groups, redundancy) * SPARE_MTBF
+        lasts = exact.mu(groups, redundancy) * SPARE_MTBF
     else:
         hosts = np.minimum(np.arange(groups)[:, None] // redundancy * redundancy + np.arange(redundancy), groups - 1)
         stack, patch = np.full(groups + 1, float(redundancy)), np.zeros(groups + 1)
         lasts = exact.endurance(groups, redundancy) * SPARE_MTBF
-    period = theory.checkpoint_period(SPARE_SAVE, lasts, SPARE_RESTART)
+    period = exact.checkpoint_period(SPARE_SAVE, lasts, SPARE_RESTART)
     due, now, done, restarting = scale * rng.weibull(_SPARE_SHAPE, groups), 0.0, 0, 0.0
     slowest = _largest(groups)
     while done < SPARE_STEPS and now < 50 * SPARE_STEPS * SPARE_STACK:
@@ -216,7 +229,7 @@ def _restart(now: float, due: np.ndarray, lost: np.ndarray, scale: float, rng: n
     return float(ready.max())
 
 
-def _spare(given: argparse.Namespace) -> list[str]:
+def spare(given: argparse.Namespace) -> list[str]:
     """Return table 2 (time to train) and tables 4, 5 and 6 (failures endured and stacks)."""
     rows = []
     for groups, published in _TABLE_2.items():
@@ -230,10 +243,10 @@ def _spare(given: argparse.Namespace) -> list[str]:
     head = ("groups", "scheme", "time to train", "paper", "ours / paper", "available", "paper", "difference")
     second = table(head, rows, right=(0, *range(2, 8)))
     lines, failures, stacks, same = [], [], [], 0
-    for groups, redundancy, *printed in spare_tables():
-        endured, stack, _ = theory.trials(Placement(groups, ruler(groups, redundancy)), given.trials, 1).T
+    for groups, redundancy, *printed in exact.spare_tables():
+        endured, stack, _ = exact.trials(Placement(groups, ruler(groups, redundancy)), given.trials, 1).T
         endured, stack = endured.mean(), (stack / endured).mean()
-        formulas = f"{theory.mu(groups, redundancy):.1f}", f"{theory.stack_lower_bound(groups, redundancy):.2f}"
+        formulas = f"{exact.mu(groups, redundancy):.1f}", f"{exact.stack_lower_bound(groups, redundancy):.2f}"
         same += formulas == (printed[0], printed[2])
         failures.append(abs(endured / float(printed[1]) - 1))
         stacks.append(abs(stack - float(printed[3])))
@@ -249,60 +262,7 @@ def _spare(given: argparse.Namespace) -> list[str]:
     return [f"Table 2, in the scenario of table 1:\n\n{second}", f"{said}\n\n{table(head, lines, right=range(10))}"]
 
 
-def spare_tables() -> list[tuple]:
-    """Return tables 4, 5 and 6 of SPARe: N, r, and as printed: failures by (3) and by trials, and stacks likewise."""
-    text = (Path(__file__).parent / "histories" / "spare_tables.txt").read_text().splitlines()
-    split = (line.split() for line in text if not line.startswith("#"))
-    return [(int(groups), int(redundancy), *rest) for groups, redundancy, *rest in split]
+_PAPERS = {"deadpool": deadpool, "ft-hsdp": ft_hsdp, "spare": spare, "checkfree": checkfree}
 
-
-_SPARETRAIN = (
-    ("llama3-70b", "80GB", 3, 0.033, 0.32), ("llama3-70b", "94GB", 2, 0.138, 0.31),
-    ("llama3-70b", "141GB", 2, 0.109, 0.33), ("mistral-large-123b", "80GB", 4, 0.061, 0.26),
-    ("mistral-large-123b", "94GB", 3, 0.110, 0.21), ("mistral-large-123b", "141GB", 3, 0.098, 0.23),
-    ("llama4-scout", "94GB", 4, 0.098, 0.11), ("llama4-scout", "141GB", 4, 0.081, 0.14),
-)  # fmt: skip
-"""Model, memory of a GPU, stages, and the overhead and the gain over naive DMR that SpareTrain prints."""
-_IDLE, _IDLE_EXPERTS = 0.68, 0.77
-"""Share of an iteration for which a pipeline stage is idle in SpareTrain: with a dense model, with experts."""
-
-
-def sparetrain(given: argparse.Namespace) -> list[str]:
-    """Return overhead and gain of DMR for the paper's eight configurations, with batches of 16."""
-    from ft.lab.estimate.answer import cluster_of, estimate
-    from ft.lab.estimate.command import question
-
-    del given
-    show, rows = progress(), []
-    settings = {"tp": 8, "batch": (16,), "early-stop": True, "fused-gate": False, "device": "h200", "state": "titan"}
-    cases = [(_SPARETRAIN[0], "predicted"), *((case, "fitted") for case in _SPARETRAIN)]
-    for number, ((name, memory, stages, overhead, gain), kind) in enumerate(cases):
-        if show:
-            show(number, len(cases), f"{name}, {memory}")
-        sizes: dict[str, Any] = {"model": name, "gpus": 8 * stages, "pp": stages, "memory": size(memory)}
-        sizes |= {"ep": 8} if name == "llama4-scout" else {}
-        idle = _IDLE_EXPERTS if "ep" in sizes else _IDLE
-        asked = question(settings | sizes | ({"idle": idle} if kind == "fitted" else {}))
-        found = estimate(asked, asked.layouts[0], cluster_of(asked)).plan.predicted
-        rows.append(
-            (f"{name}, {memory}, PP {stages}", kind, *_beside(found.overhead, overhead), *_beside(found.gain, gain))
-        )
-    if show:
-        show(len(cases), len(cases), "")
-    head = ("configuration", "transfers", "overhead", "paper", "difference", "over naive", "paper", "difference")
-    return [
-        table(head, rows, right=range(2, 8)),
-        "Predicted: transfers have the rates of data sheets. Fitted: all are slowed down until stages idle as long as\n"
-        "the paper measured on one model of a kind (68 %, mixtures of experts 77 %); what then agrees shows little.\n"
-        "The stages of Mistral with 94 and 141 GB and of Scout with 94 GB are assumed: the paper does not print them.\n"
-        "It has means over batches of 16, 32 and 64, as tools/experiments/dmr_figures.py.",
-    ]
-
-
-_PAPERS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
-    "deadpool": deadpool,
-    "ft-hsdp": ft_hsdp,
-    "spare": _spare,
-    "checkfree": checkfree,
-    "sparetrain": sparetrain,
-}
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

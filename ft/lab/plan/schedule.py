@@ -12,8 +12,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.base.quantities import argument, between
-from ft.lab.plan.schedule.file import as_values as program_values
-from ft.lab.plan.schedule.file import write
+from ft.show import palette
 from ft.show.text import left_out, percent, shortened, table
 from ft.systems.schedule.check import named
 from ft.systems.schedule.choose import BEST, KINDS, Planned, Shape, best, compared, plan
@@ -37,6 +36,16 @@ LEFT_OUT = left_out(
 )
 _WIDTH = 120
 _MOST_FAULTS = 4
+_COLOURS = {
+    (False, False): ("#8fb3d9", "forward"),
+    (False, True): ("#4f7fb0", "backward"),
+    (True, False): ("#e9c486", "swapped forward"),
+    (True, True): ("#b07d2a", "swapped backward"),
+}
+"""(Whether a unit is swapped, whether it is a backward) -> its colour and name in the picture."""
+_LANE = 0.84
+_NUMBERED = 340
+"""Largest length of a schedule, in durations of its shortest unit, at which the microbatches' numbers are readable."""
 _MOST_UNITS = 100_000
 _NUMBER = argument(between(0.0, 1e12))
 
@@ -59,8 +68,7 @@ def add_parser(subparsers) -> None:
         ("--comm", "X", _NUMBER, 0.0, "of a message; default: 0"),
         ("--chunks", "N", int, 2, "number of model chunks per stage for interleaved; default: 2"),
         ("--most-in-flight", "N", int, None, "microbatches whose activations a stage may hold; default: no limit"),
-        ("--out", "FILE", str, None, "write the steps of every stage to this file, as JSON"),
-        ("--plot", "FILE", str, None, "write a picture of the stages over time to this file, as PNG"),
+        ("--plot", "FILE", str, None, "draw the stages over time: a file ending in .png, .svg or .pdf"),
     ):
         parser.add_argument(name, metavar=metavar, type=kind, default=default, help=about)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -71,7 +79,7 @@ def run(given: argparse.Namespace) -> int:
     """Plan, print, draw and write the schedule.
 
     Raises:
-        UserError: the schedule does not exist, is invalid, or a file cannot be written.
+        UserError: the schedule does not exist, is invalid, or the picture cannot be written.
     """
     units = given.pp * given.microbatches * max(1, given.chunks)
     if units > _MOST_UNITS:
@@ -88,20 +96,41 @@ def run(given: argparse.Namespace) -> int:
     if given.plot is not None:
         _draw(found, Path(given.plot))
     _refuse(found)
-    if given.out is not None:
-        values = program_values(found.program, found.kind)
-        write(values | {"predicted": predicted(found)}, Path(given.out))
     return 0
 
 
 def _draw(found: Planned, path: Path) -> None:
-    # Import the picture module here: importing matplotlib takes longer than everything else in this command.
-    from ft.lab.plan.schedule.picture import draw
+    """Draw the units that each stage runs over time.
 
-    try:
-        draw(found, path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+    Raises:
+        UserError: the file cannot be written.
+    """
+    from matplotlib.patches import Patch  # its import takes longer than everything else here
+
+    from ft.show import axes as look
+
+    shape = found.shape
+    title = f"{found.kind}: {shape.stages} stages, {shape.microbatches} microbatches"
+    title += ", never ends" if found.bubble is None else f", {percent(found.bubble)} bubbles"
+    figure, axes = look.rows(title, (0.34 * shape.stages + 0.6,))
+    look.plain(axes, "units of each stage with the numbers of their microbatches; white is idle time", pad=22)
+    normal, ways = straight(shape.stages, found.chunks), found.program.routes.ways
+    end = max((end for _, end in found.ran.times.values()), default=1.0)
+    numbered = end * found.chunks / min(shape.f, shape.b) <= _NUMBERED
+    for unit, (start, stop) in found.ran.times.items():
+        colour, lane = _COLOURS[ways[unit.microbatch] != normal, unit.backward][0], (unit.stage - _LANE / 2, _LANE)
+        axes.broken_barh([(start, stop - start)], lane, facecolors=colour, edgecolor=palette.PAPER, linewidth=0.5)
+        if numbered:
+            style = {"ha": "center", "va": "center", "fontsize": 5, "color": palette.INK}
+            axes.text((start + stop) / 2, unit.stage, str(unit.microbatch), **style)
+    axes.set_xlim(0, end)
+    axes.set_yticks(range(shape.stages), [f"stage {stage}" for stage in range(shape.stages)])
+    axes.invert_yaxis()
+    axes.set_xlabel("time in the unit of --forward", **look.STYLE)
+    seen = {ways[unit.microbatch] != normal for unit in found.ran.times}
+    named = [entry for (way, _), entry in _COLOURS.items() if way in seen]
+    look.legend(axes, [Patch(color=colour, label=label) for colour, label in named])
+    look.save(figure, path)
 
 
 def _refuse(found: Planned) -> None:
@@ -191,15 +220,6 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
         "order": [[_short(found, unit) for unit in program.order(stage)] for stage in range(found.shape.stages)],
         "beside": [_summary(each) for each in beside],
     }
-
-
-def predicted(found: Planned) -> dict[str, Any]:
-    """Return the given times and the cost that is predicted for them.
-
-    A schedule file stores this in addition to the program, which is the order of each stage's units and messages.
-    """
-    given = {"forward": found.shape.f, "backward": found.shape.b, "comm": found.shape.comm}
-    return given | {name: value for name, value in _summary(found).items() if name not in ("kind", "valid")}
 
 
 def _summary(found: Planned) -> dict[str, Any]:

@@ -7,23 +7,20 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ft.job.control import recovery
-from ft.job.control.recovery import AGAINST, LADDER
+from ft.job.control.recovery import AGAINST, LADDER, Decision, decide
 from ft.job.control.timeouts import Timeouts
 from ft.job.quorum.limits import Limits
-from ft.lab.plan.goodput.scenario import KEYS
-from ft.lab.plan.policy.scenario import CHECKFREE, CHECKFREE_PLUS, FLAGS, HOT_SWAP, REPEATED, Scenario, read
+from ft.lab.plan.goodput.scenario import KEYS as TIMES
+from ft.lab.plan.situations import CHECKFREE, CHECKFREE_PLUS, HOT_SWAP, KEYS, Scenario, read, situations
 from ft.protection import table as protections
 from ft.show.text import count, left_out, percent, seconds, table
 
-if TYPE_CHECKING:
-    from ft.job.control.recovery import Decision
-
 _DESCRIPTION = """\
 Show the kinds of recovery in the order in which they are tried, what each costs, and which one follows typical faults.
-With --lost, --unverified or --file, show which one follows this fault, why, what it loses, and how long it can wait at
+With a file, --lost or --unverified, show which one follows this fault, why, what it loses, and how long it can wait at
 most, for any layout and any protections. Each damaged replica is decided on by itself, as its control plane does.
 Logical ranks are numbered tensor parallel first, then data parallel, then the pipeline stages. Limits of waits are the
 defaults; some grow by a few step times."""
@@ -56,16 +53,7 @@ def add_parser(subparsers) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--file", metavar="FILE", help="JSON object with the flags' names as keys, such as spare_redundancy"
-    )
-    defaults = Scenario()
-    for key, (metavar, about, _) in FLAGS.items():
-        default = getattr(defaults, key)
-        shown = ",".join(default) if isinstance(default, tuple) else default
-        more = "" if "default" in about or key in REPEATED or default is None else f"; default: {shown}"
-        action = "append" if key in REPEATED else "store"
-        parser.add_argument(f"--{key.replace('_', '-')}", metavar=metavar, action=action, help=about + more)
+    KEYS.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
 
@@ -76,11 +64,8 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UserError: the scenario is invalid; the message names every problem.
     """
-    scenario = read({key: getattr(given, key) for key in FLAGS}, given.file)
-    from ft.job.control.recovery import decide
-    from ft.lab.plan.policy.losses import situations  # with SciPy, which wrong input need not wait for
-
-    if given.lost is None and given.unverified is None and given.file is None:
+    scenario, has_fault = read(given)
+    if not has_fault and given.scenario is None:
         cases = [(what, mode, decide(situations(case)[0])) for what, mode, case in _typical(scenario)]
         print(json.dumps(_overview(cases)) if given.json else f"{LEFT_OUT}\n\n{_overview_text(cases)}")
         return 0
@@ -108,13 +93,13 @@ def _typical(asked: Scenario) -> Iterator[tuple[str, str, Scenario]]:
             yield what, mode, replace(case, lost={0: lost})
 
 
-def _overview(cases: Iterable[tuple[str, str, "Decision"]]) -> dict[str, Any]:
+def _overview(cases: Iterable[tuple[str, str, Decision]]) -> dict[str, Any]:
     kinds = [dict(zip(_COLUMNS, (name, *row[:3], _takes(row[3])), strict=True)) for name, row in _KINDS.items()]
     told = [{"what": what, "checkfree": mode, "rung": d.rung, "reason": d.reason} for what, mode, d in cases]
     return {"rungs": kinds, "cases": told}
 
 
-def _overview_text(cases: Iterable[tuple[str, str, "Decision"]]) -> str:
+def _overview_text(cases: Iterable[tuple[str, str, Decision]]) -> str:
     kinds = [(str(n), name, *row[:3], _takes(row[3])) for n, (name, row) in enumerate(_KINDS.items(), 1)]
     rows = [(what, mode, found.rung, _why(found)) for what, mode, found in cases]
     heads = ("", *_COLUMNS), ("what happened", "CheckFree", "rung", "because")
@@ -125,11 +110,11 @@ def _takes(key: str) -> str:
     """Return the default of a time of ``ft plan buy``, with its source, or the flag that gives it."""
     if not key:
         return ""
-    default, origin = KEYS[key].default, KEYS[key].origin.split(":")[0].rstrip(")")
+    default, origin = TIMES.known[key].default, TIMES.known[key].origin.split(":")[0].rstrip(")")
     return f"--{key.replace('_', '-')}" if default is None else f"{seconds(default)}, {origin})"
 
 
-def _why(decision: "Decision") -> str:
+def _why(decision: Decision) -> str:
     """Return the reason of a decision; for a restart, why the rungs before it cannot be used."""
     _, found, against = decision.reason.partition(f"{AGAINST}: ")
     return against.split(";")[0] if found else decision.reason
@@ -146,14 +131,14 @@ def _notes(scenario: Scenario) -> Iterable[str]:
             yield f"note: ft run refuses {conflict.one} with {conflict.other}: {conflict.why}"
 
 
-def _waits(decision: "Decision") -> list[tuple[str, float]]:
+def _waits(decision: Decision) -> list[tuple[str, float]]:
     """Return (name, seconds) of the limits of all waits: the defaults, without the multiples of the step time."""
     tables: dict[str, Any] = {"control": Timeouts(), "quorum": Limits()}
     named = [(name, *name.split(".")) for name in decision.waits]
     return [(name, getattr(tables[where], field)) for name, where, field in named]
 
 
-def _text(replica: int, scenario: Scenario, decision: "Decision") -> str:
+def _text(replica: int, scenario: Scenario, decision: Decision) -> str:
     lost = ", ".join(map(str, sorted(scenario.lost.get(replica, ()))))
     what = f"logical rank(s) {lost} lost" if lost else "no worker lost"
     rows = [(str(at), rung, why.splitlines()[0]) for at, rung, why in _rungs(decision)]
@@ -171,7 +156,7 @@ def _text(replica: int, scenario: Scenario, decision: "Decision") -> str:
     )
 
 
-def _rungs(decision: "Decision") -> Iterable[tuple[int, str, str]]:
+def _rungs(decision: Decision) -> Iterable[tuple[int, str, str]]:
     """Yield (number, rung, why) down to the rung that is taken; rungs that had nothing to say are left out."""
     for number, rung in enumerate(LADDER, 1):
         if rung == decision.rung:
@@ -181,7 +166,7 @@ def _rungs(decision: "Decision") -> Iterable[tuple[int, str, str]]:
             yield number, rung, decision.refused[rung]
 
 
-def _loses(decision: "Decision") -> str:
+def _loses(decision: Decision) -> str:
     lost = decision.lost
     steps = "an unknown number of steps" if lost.steps is None else count(lost.steps, "committed step")
     words = ["the run" if lost.ended else f"{steps}", f"{count(lost.samples, 'sample')}"]
@@ -192,7 +177,7 @@ def _loses(decision: "Decision") -> str:
     return f"{', '.join(words)}; {f'a new run repeats {steps}' if lost.ended else f'continues {lost.exactness}'}"
 
 
-def _values(replica: int, scenario: Scenario, decision: "Decision") -> dict[str, Any]:
+def _values(replica: int, scenario: Scenario, decision: Decision) -> dict[str, Any]:
     plan = decision.plan
     return {
         "replica": replica,
