@@ -79,9 +79,8 @@ def heard(agent: Agent, now: float, contact_s: float, out: Decisions) -> None:
     if agent.held and is_silent(agent, now, contact_s):
         silent_s = now - agent.heard_at
         agent.held = {worker: replace(hold, since=hold.since + silent_s) for worker, hold in agent.held.items()}
-        out.add(
-            f"the agent of {agent.node} was silent for {silent_s:.1f} s, by which its devices may be released later"
-        )
+        said = f"the agent of {agent.node} was silent for {silent_s:.1f} s"
+        out.add(f"{said}, by which its devices may be released later")
 
 
 def overdue(state: ControlState, now: float, out: Decisions) -> None:
