@@ -13,8 +13,9 @@ from cuda_model import Cuda, DeviceTensor, NcclWork, Stream
 from ring_neighbours import Neighbours, Poller
 
 from ft.systems.hsdp.ring import Ring, RingOptions
-from ft.systems.hsdp.ring.driver import Driver, Members, Operation
 from ft.systems.hsdp.ring.flow import Reducer
+from ft.systems.hsdp.ring.options import Pending, ReduceResult
+from ft.systems.hsdp.ring.ring import Members, Operation
 from megatron.core.distributed import param_and_grad_buffer as core
 
 RANKS, RANK = 2, 1
@@ -93,8 +94,8 @@ def shard_of(bucket: SimpleNamespace) -> torch.Tensor:
     return core.shard_buffer(bucket.grad_data, RANKS)[RANK]
 
 
-class LateDriver(Driver):
-    """The driver of a ring of two members, whose thread runs when :meth:`go_on` is called.
+class LateRing(Ring):
+    """A ring of two members, whose thread runs when :meth:`go_on` is called.
 
     Attributes:
         mine: address of a tensor -> its values in this replica when it is exchanged.
@@ -109,25 +110,29 @@ class LateDriver(Driver):
         self.mine: dict[int, torch.Tensor] = {}
         self.theirs: dict[int, torch.Tensor] = {}
         self.breaks = False
-        self._jobs: deque[Operation] = deque()
+        self._operations: deque[Operation] = deque()
         self.reconnect()
 
     def reconnect(self) -> None:
         self._members, self._links, self._broken = Members(1, ["a", "b"], 0), None, None
         self._order, self._cancelled, self._is_closing, self.breaks = 1, 0, False, False
 
-    def submit(self, what: Operation, limit_s: float) -> None:
-        what.pending._over = _Late(self)
-        self._jobs.append(what)
+    @property
+    def is_idle(self) -> bool:
+        return not self._operations
+
+    def _submit(self, job: Operation) -> None:
+        job.pending = _Late(self)
+        self._operations.append(job)
 
     def cancel(self, reason: str) -> None:
         self._cancelled, self._why_cancelled = self._order, reason
 
     def go_on(self) -> None:
         """Let the ring's thread do one operation."""
-        if self._jobs:
+        if self._operations:
             with self._cuda.thread():
-                self._do(self._jobs.popleft())
+                self._do(self._operations.popleft())
 
     def _reduce(self, tensor: torch.Tensor, scale: float) -> None:
         if isinstance(tensor, DeviceTensor):
@@ -138,25 +143,14 @@ class LateDriver(Driver):
             self._reducer.reduce(tensor, scale, ring, 0, 2)
 
 
-class _Late:
-    """Stands for the event of an operation's end: whoever waits for it lets the ring's thread run."""
+class _Late(Pending):
+    """Whoever waits for the end of the operation lets the ring's thread run."""
 
-    def __init__(self, driver: LateDriver):
-        self._driver, self._is_set = driver, False
+    def __init__(self, ring: LateRing):
+        super().__init__()
+        self._ring = ring
 
-    def wait(self) -> None:
-        while not self._is_set:
-            self._driver.go_on()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-
-
-def ring_over(driver: LateDriver) -> Ring:
-    """Return a ring with this driver."""
-    ring = Ring.__new__(Ring)
-    ring._driver, ring._limit, ring._number = driver, 1.0, 1
-    return ring
+    def wait(self) -> ReduceResult:
+        while not self.done():
+            self._ring.go_on()
+        return super().wait()

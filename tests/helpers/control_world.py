@@ -69,7 +69,7 @@ class World:
             assert decision.reason
         self.decisions += decisions
         if self.journal is not None:
-            posted = Posted("", 0, report) if report is not None else None
+            posted = Posted(getattr(report, "node", ""), 0, report) if report is not None else None
             self.journal.enter(self.now, self.now, posted, decisions)
         made = [order for decision in decisions for order in decision.orders]
         self.orders += made

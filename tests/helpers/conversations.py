@@ -4,32 +4,34 @@ A file holds blocks that are separated by blank lines: lines with a command each
 line that begins with ``#`` is a comment. The form is that of the tests of etcd's raft library.
 """
 
+import contextlib
+import io
 import json
 import re
+import shlex
+import time
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from unittest import mock
 
 from control_world import LIMITS, World
-from histories import History
+from histories import START
 from quorum_world import World as Quorums
 
+from ft import cli
 from ft.base.step_clock import COMPUTE
-from ft.faults.hang.causes import diagnose
-from ft.faults.hang.look import Departure, Look, Operation, Rank, Thread
 from ft.faults.health import rules
 from ft.job import messages as m
 from ft.job.control.sidecar import status_values
 from ft.job.control.stragglers import WINDOW
 from ft.job.parts import Holdings
 from ft.net.codec import to_json
-from ft.observe.diagnose.hang import as_text as hang_as_text
 from ft.platform.health import EVENT, Observation, Reading
-from ft.record.block import describe, what_differs
-from ft.record.recoveries import recoveries
 
 # Words are separated by blanks, except inside of JSON's quotes, lists and objects.
-_WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{.*\}|\S)+')
+_WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|\S)+')
+_NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 ROOT = Path(__file__).parents[1] / "pure" / "conversations"
 
 
@@ -38,20 +40,72 @@ def replay(text: str, player) -> str:
     blocks = []
     for block in text.strip().split("\n\n"):
         asked = block.split("\n----")[0].splitlines()
-        answers = [line for command in asked if not command.startswith("#") for line in player.do(command)]
+        answers = [
+            line for command in asked if not command.startswith("#") for line in player.do(command) if line.strip()
+        ]
         is_comment = all(line.startswith("#") for line in asked)
         blocks.append("\n".join(asked if is_comment else [*asked, "----", *(answers or ["(nothing)"])]))
     return "\n\n".join(blocks) + "\n"
 
 
 class Player:
-    """Carries out the commands of a conversation: ``do_<command>(*words, **values)`` yields lines of output."""
+    """Carries out the commands of a conversation: ``do_<command>(*words, **values)`` yields lines of output.
+
+    Attributes:
+        folder: a folder of its own, which commands and output call RUN.
+        now: seconds since ``START``, at which commands of ``ft`` are run.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.now = folder, 0.0
 
     def do(self, command: str) -> Iterator[str]:
-        """Carry out ``name word ... key=value ...``; words and values are JSON, and text where they are not."""
+        """Carry out ``name word ... key=value ...``; words and values are JSON, and text where they are not.
+
+        ``ft ...`` is the command of that name, ``file NAME TEXT`` adds a line to a file in the folder, and
+        ``repeat 9 ...`` carries out a command for {I} = 0 to 8.
+        """
+        if command.startswith("repeat "):
+            _, number, command = command.split(" ", 2)
+            return [line for i in range(int(number)) for line in self.do(command.replace("{I}", str(i)))]
+        if command.startswith("ft "):
+            return self.ft(shlex.split(command)[1:])
+        if command.startswith("file "):
+            name, _, text = command.removeprefix("file ").partition(" ")
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(text.replace("RUN", str(self.folder)) + "\n")
+            return []
         name, *words = _WORDS.findall(command)
-        values = {key: _value(value) for key, _, value in (word.partition("=") for word in words) if value}
-        return getattr(self, f"do_{name.replace('-', '_')}")(*(_value(w) for w in words if "=" not in w), **values)
+        named = [_NAMED.fullmatch(word) for word in words]
+        values = {match[1]: _value(match[2]) for match in named if match}
+        given = [_value(word) for word, match in zip(words, named, strict=True) if not match]
+        return getattr(self, f"do_{name.replace('-', '_')}")(*given, **values)
+
+    def ft(self, words: list[str]) -> list[str]:
+        """Return what a command of ``ft`` prints, and its exit code if that is not 0; JSON as a line for each entry."""
+        out, err = io.StringIO(), io.StringIO()
+        at = mock.patch.object(time, "time", lambda: START + self.now)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), at:
+            code = cli.main([word.replace("RUN", str(self.folder)) for word in words])
+        text = "\n".join(entries(json.loads(out.getvalue()))) if "--json" in words and code < 2 else out.getvalue()
+        lines = (text + err.getvalue()).replace(str(self.folder), "RUN").splitlines()
+        return [*lines, *([f"exit code {code}"] if code else [])]
+
+
+def entries(values) -> Iterator[str]:
+    """Yield a line for each entry of JSON objects, without what is empty."""
+    for each in values if isinstance(values, list) else [values]:
+        yield from (f"{key}: {json.dumps(value)}" for key, value in _filled(each).items())
+
+
+def _filled(value):
+    if isinstance(value, dict):
+        return {key: _filled(each) for key, each in value.items() if each not in (None, "", [], {})}
+    if isinstance(value, list):
+        return [_filled(each) for each in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _value(text: str):
@@ -455,123 +509,3 @@ def _decided(decision, quorums) -> list[str]:
 
 def _numbers(found) -> str:
     return " ".join(map(str, found)) or "nobody"
-
-
-# --- the report of recoveries -----------------------------------------------------------------------------------------
-
-
-class Recoveries(Player):
-    """The history of a run, made by hand; the commands are events, with their seconds since the start of the run."""
-
-    history: History
-
-    def do_history(self, world_size=4):
-        """A run that trains from second 1.1 on."""
-        self.history = History(world_size)
-        return []
-
-    def do_say(self, at, name, **values):
-        self.history.say(at, name, **values)
-        return []
-
-    def do_inject(self, at, *ranks, **how):
-        for rank in ranks:
-            self.history.inject(at, rank, **how)
-        return []
-
-    def do_detect(self, at, *ranks, step=20, **how):
-        for rank in ranks:
-            self.history.detect(at, rank, step, **how)
-        return []
-
-    def do_join(self, at, node, machine):
-        self.history.join(at, node, machine)
-        return []
-
-    def do_lose_node(self, at, node, *ranks, **how):
-        self.history.lose_node(at, node, *ranks, **how)
-        return []
-
-    def do_held(self, **seats):
-        """From now on these workers hold these ranks: ``r2=n1.w0``."""
-        self.history.seats.update({rank[1:]: worker for rank, worker in seats.items()})
-        return []
-
-    def do_close(self, at):
-        self.history.close(at)
-        return []
-
-    def do_open(self, at, **joiners):
-        self.history.open(at, **joiners)
-        return []
-
-    def do_repair(self, at, step=20):
-        self.history.repair(at, step)
-        return []
-
-    def do_replacement(self, at, rank, by, step=20):
-        self.history.replacement(at, rank, by, step)
-        return []
-
-    def do_recoveries(self):
-        """Show what is told of each recovery, and what belongs to it without being told."""
-        return [line for one in recoveries(self.history.events) for line in self._told(one)]
-
-    def _told(self, one) -> list[str]:
-        injected = ", ".join(f"{event.detail['kind']} of rank {event.rank}" for event in one.injected) or "nothing"
-        over = "over" if one.is_over else "not over"
-        more = f"injected {injected}; epoch {one.closed} to {one.epoch}; attempts {one.attempts}; {over}"
-        return [*describe(one).splitlines(), *filter(None, (one.headline, more, what_differs(one)))]
-
-
-# --- the causes of hangs ----------------------------------------------------------------------------------------------
-
-_OPERATION = re.compile(r"(\w+)(?::(\w+))?(?:@(\d+))?(?:#(\d+))?(?:\((.*)\))?")
-
-
-def _operation(text: str, age_s: float | None = None) -> Operation:
-    """Return an operation: ``GROUP``, or ``GROUP:NAME@PEER#NUMBER(SIZES)``; by default the first all_reduce."""
-    group, name, peer, number, sizes = _OPERATION.fullmatch(text).groups()
-    name, peer, number = name or "all_reduce", None if peer is None else int(peer), int(number or 1)
-    return Operation(group, name, number, peer, (sizes,) if sizes else (), age_s=age_s)
-
-
-class Hang(Player):
-    """What the ranks of a run say when it hangs, and what ``ft diagnose hang`` makes of that."""
-
-    def do_groups(self, **groups):
-        """The process groups of a run, of whose ranks nothing is known yet."""
-        self.groups = {name: tuple(map(int, ranks.split(","))) for name, ranks in groups.items()}
-        self.ranks, self.hosts = {}, {}
-        return []
-
-    def do_hosts(self, **hosts):
-        self.hosts = hosts
-        return []
-
-    def do_rank(self, number, *pending, departs="", stands=(), age_s=None, node="n0", counts=None, **more):
-        """What one rank says.
-
-        Args:
-            number: the rank.
-            pending: the operations in which it waits.
-            departs: how its step differs from the one before: kind, operation that was due, operation that came.
-            stands: the calls in which its training thread is.
-            age_s: seconds since it has started the operations.
-            node: its node.
-            counts: channel -> number of the last operation there, beside those of ``pending``.
-            more: further fields of :class:`ft.faults.hang.look.Rank`.
-        """
-        operations = tuple(_operation(text, age_s) for text in pending)
-        counted = {one.channel: one.sequence for one in operations} | (counts or {})
-        if departs:
-            kind, *both = departs.split()
-            more["departure"] = Departure(kind, *map(_operation, both))
-        if stands:
-            more["threads"] = (Thread("MainThread", tuple(stands), trains=True),)
-        self.ranks[number] = Rank(number, f"{node}.w{number}", node, counts=counted, operations=operations, **more)
-        return []
-
-    def do_diagnose(self):
-        look = Look(self.ranks, self.groups, hosts=self.hosts)
-        return [line for line in hang_as_text(look, diagnose(look)).splitlines() if line]

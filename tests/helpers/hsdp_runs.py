@@ -9,9 +9,7 @@ from msgspec.structs import replace
 
 from ft.base import events
 from ft.base.events import EventLog
-from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.commits import Commit, CommitLog
-from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.samples import SampleAssignment
 
 START = 1_700_000_000.0
@@ -115,7 +113,6 @@ class Run:
             self.state[replica] = after
             if replica in behind:
                 self.own(replica, events.CAUGHT_UP, step=before.step, replica=replica, fetch_s=0.01, bytes=9)
-        loader_state.write(self.folder, LoaderState(after.step, self.number, self.batch, before.assignment, positions))
         return key
 
     def steps(self, count: int) -> None:

@@ -79,7 +79,7 @@ def situation(number: int) -> Situation:
         memory,
         Stages(checkfree, places, rebuilt),
         Seats(sorted(lost), rng.choice((0, 0, 1, 2, len(lost), len(ranks))), rng.choice((0, 0, 1, len(lost)))),
-        _others(rng, ranks, steps),
+        Others(rng.choice((1, 1, 2, 3, 4)), rng.random() < 0.4),
         Restarts(
             rng.choice((0, 1, 3, 3, 3)),
             rng.choice((0, 0, 0, 1, 3)),
@@ -100,21 +100,6 @@ def _holds(rng, rank, ranks, peers, steps, torn) -> Holdings:
     before = ring[ring.index(rank) - 1]
     copies = {} if before == rank or rng.random() < 0.2 else {before: [s for s in steps if rng.random() >= torn]}
     return Holdings(own, copies, rng.choice((None, *own, *own)))
-
-
-def _others(rng, ranks, steps) -> Others:
-    replicas = rng.choice((1, 1, 2, 3, 4))
-    if replicas == 1:
-        return Others()
-    gone = rng.choice((0.0, 0.3, 0.8))
-    there = {
-        other: {rank: [at for at in steps if rng.random() >= gone / 2] for rank in ranks if rng.random() >= gone}
-        for other in range(1, replicas)
-    }
-    whole = [other for other in there if rng.random() >= gone]
-    reorders = rng.random() < 0.4
-    unhosted = [0, 2] if reorders and rng.random() < 0.2 else ()
-    return Others(replicas, rng.randint(1, replicas), whole, there, reorders, unhosted)
 
 
 @dataclass(frozen=True)
@@ -142,11 +127,7 @@ class Oracle:
         self.held -= set(given.unverified)
         live = {rank: held.live for rank, held in self.memory.holdings.items()}
         self.live = {r: live.get(r) if (r, r, live.get(r)) in self.held else None for r in self.memory.ranks}
-        self.steps = sorted(
-            {s for _, _, s in self.held}
-            | {s for there in given.others.holdings.values() for of in there.values() for s in of},
-            reverse=True,
-        )
+        self.steps = sorted({s for _, _, s in self.held}, reverse=True)
 
     def inside(self, rank: int, step: int) -> bool:
         """Return whether this replica has a verified source of all of a rank's state."""
@@ -157,18 +138,17 @@ class Oracle:
         alone = not peers or rank in self.memory.complete
         return copied and (alone or any((peer, peer, step) in self.held for peer in peers))
 
-    def elsewhere(self, rank: int, step: int) -> bool:
-        """Return whether another replica has a rank's state."""
-        return any(step in there.get(rank, ()) for there in self.given.others.holdings.values())
-
-    def newest(self, *, pooled: bool) -> int | None:
-        """Return the newest step of which all ranks have a source here, or ``pooled``: in any replica."""
+    def newest(self) -> int | None:
+        """Return the newest step of which all ranks have a source."""
         for step in self.steps:
-            if step not in self.memory.spoiled and all(
-                self.inside(rank, step) or (pooled and self.elsewhere(rank, step)) for rank in self.memory.ranks
-            ):
+            if step not in self.memory.spoiled and all(self.inside(rank, step) for rank in self.memory.ranks):
                 return step
         return None
+
+    def teller(self) -> int | None:
+        """Return the newest step of which a worker has a usable snapshot of its own."""
+        own = [s for h, o, s in self.held if h == o and s not in self.memory.unusable.get(h, ())]
+        return max(own, default=None)
 
     def can_use_memory(self) -> bool:
         seats = self.given.seats
@@ -176,9 +156,9 @@ class Oracle:
         return self.given.hot_swap and not self.given.barred and filled
 
     def can_rebuild(self) -> int | None:
-        """Return the newest step at which CheckFree can rebuild what no replica has, or None."""
+        """Return the newest step at which CheckFree can rebuild what is lost, or None."""
         holdings = {
-            rank: Holdings([s for s in self.steps if self.inside(rank, s) or self.elsewhere(rank, s)], {}, live)
+            rank: Holdings([s for s in self.steps if self.inside(rank, s)], {}, live)
             for rank, live in self.live.items()
         }
         plan = recovery.plan_from_memory(replace(self.memory, holdings=holdings), self.given.stages)
@@ -186,24 +166,24 @@ class Oracle:
 
     def possible(self) -> list[Possible]:
         """Return all recoveries that are possible."""
-        given, found = self.given, []
+        given, others, found = self.given, self.given.others, []
+        late = 0.0 if others.reorders else 1.0 / others.replicas
         if self.can_use_memory():
-            here, anywhere = self.newest(pooled=False), self.newest(pooled=True)
-            if here is not None:
-                found.append(Possible(self._rung(here), _loses(steps=given.step - here), here))
-            if anywhere is not None and not all(self.inside(rank, anywhere) for rank in self.memory.ranks):
-                found.append(Possible("another replica", _loses(steps=given.step - anywhere), anywhere))
-            if anywhere is None and (at := self.can_rebuild()) is not None:
-                loses = _loses(steps=given.step - at, exactness=_APPROXIMATE)
-                found.append(Possible("CheckFree", loses, at))
-        restarts, others = given.restarts, given.others
+            newest, rebuilt, teller = self.newest(), self.can_rebuild(), self.teller()
+            if newest is not None:
+                found.append(Possible(self._rung(newest), _loses(steps=given.step - newest), newest))
+            elif rebuilt is not None:
+                loses = _loses(steps=given.step - rebuilt, exactness=_APPROXIMATE)
+                found.append(Possible("CheckFree", loses, rebuilt))
+            elif others.replicas > 1 and teller is not None:
+                found.append(Possible("another replica", _loses(exactness=_EVERY_SAMPLE, late=late), teller))
+        restarts = given.restarts
         can_restart = restarts.used < restarts.allowed and restarts.has_room
-        if others.replicas > 1 and others.whole and (len(others.whole) >= others.least or can_restart):
-            waits = len(others.whole) < others.least
-            late = 0.0 if waits or others.reorders else 1.0 / others.replicas
-            rung = "reorder" if others.reorders and not waits else "another replica"
-            found.append(Possible(rung, _loses(exactness=_EVERY_SAMPLE, late=late)))
-        if can_restart:
+        if others.replicas > 1 and not any(one.rung == "CheckFree" for one in found):
+            rung = "reorder" if others.reorders else "another replica"
+            loses = _loses(exactness=_EVERY_SAMPLE, late=late, ended=not can_restart)
+            found.append(Possible(rung, loses))
+        if others.replicas == 1 and can_restart:
             found.append(Possible("checkpoint", _loses(steps=self.since_checkpoint(), anew=True)))
         return found or [Possible("end", _loses(steps=self.since_checkpoint(), anew=True, ended=True))]
 
@@ -257,11 +237,8 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
         whole = (source.replicated, source.replicated, plan.step) in oracle.held
         if not whole and (source.replicated != source.owned or source.owned == rank):
             said.append(f"rank {rank} takes an unverified replicated state from {source.replicated}")
-    for rank, replica in found.fetched.items():
-        if plan.step not in oracle.given.others.holdings[replica].get(rank, ()):
-            said.append(f"rank {rank} fetches a state that replica {replica} does not have")
     for beside in plan.rebuilt.values():
-        if any(rank not in {*plan.sources, *plan.lent, *found.fetched} for rank in beside.there):
+        if any(rank not in {*plan.sources, *plan.lent} for rank in beside.there):
             said.append(f"a stage is rebuilt from ranks {beside.there}, of which one has no state")
     places = oracle.given.stages.places
     for rank, peer in plan.lent.items():
@@ -269,7 +246,9 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
             said.append(f"rank {rank} takes weights from rank {peer}, which has none of step {plan.step}")
         if peer not in oracle.memory.dp_peers[rank]:
             said.append(f"rank {rank} takes weights from rank {peer}, which holds another part of the model")
-    if sorted([*plan.sources, *found.fetched, *plan.rebuilt, *plan.lent]) != list(oracle.memory.ranks):
+    if plan.teller is not None:
+        return said if (plan.teller, plan.teller, plan.step) in oracle.held else [*said, "nobody has the position"]
+    if sorted([*plan.sources, *plan.rebuilt, *plan.lent]) != list(oracle.memory.ranks):
         said.append("not every rank has one origin")
     return said
 
@@ -288,9 +267,10 @@ def _nothing(*_, **__):
 
 PLANTED = {
     "unverified snapshots are used": mock.patch.object(Situation, "verified", lambda self: self.memory),
-    "what a rung loses is not compared": mock.patch.object(recovery.Lost, "is_less_than", lambda self, other: False),
+    "the rungs are tried in another order": mock.patch.object(recovery, "LADDER", LADDER[::-1]),
+    "no position is looked for": mock.patch.object(recovery, "plan_fetch", lambda *_: None),
     "the other replicas are forgotten": mock.patch.object(recovery, "_without_this_replica", _nothing),
-    "too few replicas train on": mock.patch.object(recovery, "too_few", lambda *_: ""),
+    "a restart has no limit": mock.patch.object(Restarts, "against", ""),
     "there is no warm restart": mock.patch.object(
         recovery, "_anew", lambda _, refused: refused.setdefault("checkpoint", "") and ()
     ),

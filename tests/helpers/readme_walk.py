@@ -203,7 +203,6 @@ BENCHES = (
         ("2000 situations", "0 broken"),
         makes=("ladder.png",),
     ),
-    only_help("torch-releases", "python tools/experiments/torch_releases.py *"),
 )
 
 REPLICAS = (

@@ -41,7 +41,7 @@ class OnEtcd(Played):
         keep_on_etcd(self.folder, self._url, "run", TOKEN)
         election.claim(self.folder, self._term, "n0")
         options = {"world_size": 2, "nodes": 1, "command": ["train.py"], "timeouts": BEHIND_ETCD}
-        self.process = sidecar(self.folder, self.log, options, "--term", str(self._term))
+        self.process = sidecar(self.folder, self.log, options, term=self._term)
         self.channel = AgentChannel(eventually(self._standing).where, "n0", TOKEN, LIMIT_S)
         taken = self.channel.taken()
         self._kept = deque(entry for entry in self._kept if entry[0] > taken)

@@ -10,16 +10,14 @@ from queue import Queue
 import psutil
 import pytest
 from control_world import World
-from pythons import environment, python
+from pythons import environment
 from waiting import eventually
 
 from ft.base import events
-from ft.base.errors import UserError
 from ft.job import messages as m
 from ft.job.control import journal
 from ft.job.control.channel import AgentChannel, ControlChannel
 from ft.job.control.journal import Journal, recall
-from ft.job.control.sidecar import parse_options
 from ft.job.control.state import RUNNING
 from ft.job.parts import Holdings, Source
 
@@ -56,6 +54,24 @@ def test_the_state_can_be_derived_from_the_journal(tmp_path):
     entries = journal.read(tmp_path / "journal.jsonl")
     beats = [entry for entry in entries if isinstance(entry.get("report"), m.AgentBeat)]
     assert 0 < len(beats) < 10
+
+
+def test_how_long_a_device_is_waited_for_can_be_derived_from_the_journal(tmp_path):
+    """It is not in the heartbeats of which the journal has only the last, but in the decision on a silence."""
+    world = World(standbys=2, nodes=2, devices=4)
+    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+    world.run()
+    world.kill(0)
+    lost_at = world.now
+    world.wait(4)  # heartbeats without a decision: to a reader of the journal a gap
+    world.say(m.Observed("layout", {}))
+    world.wait(2, beats=["n1"])
+    silent_s = world.now - world.state.agents["n0"].heard_at
+    world.wait(2)
+    known = recall(tmp_path / "journal.jsonl").state
+    (hold,) = world.state.agents["n0"].held.values()
+    assert hold.since == pytest.approx(lost_at + silent_s, abs=0.5)
+    assert without_beats(known) == without_beats(world.state)
 
 
 def test_what_a_control_plane_that_has_died_wrote_is_over(tmp_path):
@@ -141,30 +157,15 @@ def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_h
 # --- side-car --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("{", "cannot be read"),
-        ("{}", "world_size"),
-        ('{"world_size": 2, "timeouts": {"silent_s": 0.1}}', "silent_s"),
-        ('{"world_size": 2, "timeouts": {"patience": 1}}', "patience"),
-    ],
-)
-def test_options_that_cannot_work(text, words):
-    with pytest.raises(UserError, match=words):
-        parse_options(text)
-
-
-def test_options():
-    options = parse_options('{"world_size": 2, "timeouts": {"join_s": 900.0}, "hot_swap": false}')
-    assert (options.world_size, options.nodes, options.hot_swap, options.timeouts.join_s) == (2, 1, False, 900.0)
-
-
-def sidecar(folder, log, options, *flags: str) -> subprocess.Popen:
+def sidecar(folder, log, options, where="tcp://127.0.0.1:0", **given) -> subprocess.Popen:
     """Start a side-car of the run in ``folder``."""
-    command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(folder), "--where", "tcp://127.0.0.1:0"]
-    command += ["--options", json.dumps(options), *flags]
-    return subprocess.Popen(command, env=environment(FT_TOKEN=TOKEN), stdout=log, stderr=log)
+    asked = json.dumps({"run_dir": str(folder), "where": where, "options": {"nodes": 1, **options}, **given})
+    command = [sys.executable, "-m", "ft.job.control"]
+    how = {"env": environment(FT_TOKEN=TOKEN), "stdout": log, "stderr": log, "stdin": subprocess.PIPE}
+    child = subprocess.Popen(command, **how)
+    child.stdin.write(asked.encode())
+    child.stdin.close()
+    return child
 
 
 class Played:
@@ -286,12 +287,11 @@ def test_the_side_car_notices_by_itself_that_time_has_passed(played):
 
 
 def test_the_side_car_dies_with_its_parent(tmp_path):
-    options = json.dumps({"world_size": 1})
+    given = {"run_dir": str(tmp_path), "where": "tcp://127.0.0.1:0", "options": {"nodes": 1, "world_size": 1}}
     code = f"""
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-m", "ft.job.control", "--run-dir", {str(tmp_path)!r}, "--where",
-                  "tcp://127.0.0.1:0", "--options", {options!r}])
-time.sleep(100)
+child = subprocess.Popen([sys.executable, "-m", "ft.job.control"], stdin=subprocess.PIPE)
+child.communicate({json.dumps(given).encode()!r}, timeout=100)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment(FT_TOKEN=TOKEN))
     eventually((tmp_path / "control.json").exists)
@@ -304,6 +304,6 @@ time.sleep(100)
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
     channel = ControlChannel("tcp://127.0.0.1:0", TOKEN)
-    words = ["-m", "ft.job.control", "--run-dir", tmp_path, "--where", channel.where]
-    done = python(*words, "--options", '{"world_size": 1}', FT_TOKEN=TOKEN)
-    assert done.returncode == 2 and "cannot be listened on" in done.stderr and done.stdout == ""
+    with open(tmp_path / "log", "wb") as log:
+        done = sidecar(tmp_path, log, {"world_size": 1}, channel.where)
+    assert done.wait(LIMIT_S) == 2 and "cannot be listened on" in (tmp_path / "log").read_text()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bucket_groups import RANK, LateDriver, Nccl, group_of, ring_over, shard_of
+from bucket_groups import RANK, LateRing, Nccl, group_of, shard_of
 from cuda_model import Cuda, Race, Stuck
 from ring_neighbours import Neighbours, Poller, whole_numbers
 
@@ -112,22 +112,22 @@ class Training:
         sizes = [[2 * self.draw.randint(1, 40) for _ in range(1 if overlap else 2)] for _ in range(3)]
         self.groups = [group_of(cuda, nccl, each, overlap=overlap, instances=instances) for each in sizes]
         self.weights = [[cuda.tensor(torch.zeros(shard_of(b).shape)) for b in g.buckets] for g in self.groups]
-        self.driver = LateDriver(cuda)
-        self.exchange = Exchange(ring_over(self.driver), self.groups, contextlib.nullcontext)
+        self.ring = LateRing(cuda)
+        self.exchange = Exchange(self.ring, self.groups, contextlib.nullcontext)
         self.keeps, self.store = keeps, GradientStore()
         for group in self.groups:
             setattr(group, replicas._ATTRIBUTE, self.exchange)
 
     def step(self, fails: bool = False) -> None:
         exchange, store = self.exchange, self.store
-        self.driver.reconnect()
+        self.ring.reconnect()
         exchange.begin()
         if self.keeps:
             store.begin((0,), 1.0)
             take = SimpleNamespace(kept=store.entering, reduced=lambda tokens: store.take_all(), is_apart=False)
             exchange.work = take
         expected, opens = [], self.draw.randrange(4)
-        self.driver.breaks = fails
+        self.ring.breaks = fails
         for at, group in enumerate(self.groups):
             if at == opens:
                 self.open()
@@ -150,7 +150,7 @@ class Training:
 
     def perhaps(self) -> None:
         if self.draw.random() < 0.5:
-            self.driver.go_on()
+            self.ring.go_on()
 
     def backward(self, bucket) -> torch.Tensor:
         """Compute the gradients of a bucket; return what they are after all reductions."""
@@ -162,9 +162,9 @@ class Training:
         bucket.grad_data.zero_()
         bucket.grad_data.add_(self.cuda.tensor(own))
         self.nccl.others[key] = self.cuda.tensor(other)
-        self.driver.mine[key] = own.view(2, -1)[RANK] + other
-        self.driver.theirs[key] = theirs
-        return (self.driver.mine[key] + theirs) / 2
+        self.ring.mine[key] = own.view(2, -1)[RANK] + other
+        self.ring.theirs[key] = theirs
+        return (self.ring.mine[key] + theirs) / 2
 
     def update(self, expected: list) -> None:
         for group, weights, wanted in zip(self.groups, self.weights, expected, strict=True):
@@ -246,4 +246,4 @@ def test_a_group_that_core_finishes_twice_counts_once(patched):
             group.finish_grad_sync()
             if group is training.groups[0]:
                 training.exchange.finished(group)  # as core 0.19.2 does, to free memory early
-        assert not training.exchange.problem and not training.driver._jobs
+        assert not training.exchange.problem and training.ring.is_idle

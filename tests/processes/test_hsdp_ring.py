@@ -106,7 +106,7 @@ def test_queued_operations_are_done_in_order_each_after_its_own_condition(member
         for turn, tensor in enumerate(tensors[me]):
             after = (lambda turn=turn: wait_for_gate(turn)) if me == 1 else None
             pending.append(ring.all_reduce(tensor, after=after))
-    assert not any(each.is_over() for each in pending)
+    assert not any(each.done() for each in pending)
     gate.set()
     assert all(each.wait().ok for each in pending)
     assert log == [0, 1, 2, 3, 4]

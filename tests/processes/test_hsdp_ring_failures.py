@@ -412,7 +412,7 @@ def test_the_bytes_in_flight_to_a_neighbour_that_does_not_read_are_bounded(membe
         half.join(1, [ring.address, half.address], 1, options)
         ring.expect(options.limit_s)
         pending, seen = ring.all_reduce(torch.zeros(50_000_000)), 0
-        while not pending.is_over():
+        while not pending.done():
             seen = max([seen, *map(not_acknowledged, connected_to(half.address))])
             time.sleep(0.02)
         assert 0 < seen <= options.chunk_bytes * options.chunks

@@ -1,4 +1,4 @@
-"""Decisions of the control plane and of the quorum server, and what is told of recoveries and hangs: conversations.
+"""Decisions of the control plane and the quorum server, and what is told of runs, crashes, hangs and health.
 
 The files are in ``tests/pure/conversations``.
 
@@ -6,18 +6,31 @@ The files are in ``tests/pure/conversations``.
 """
 
 import os
+import time
 
 import pytest
-from conversations import ROOT, Hang, Quorum, Recoveries, Run, replay
+from conversations import ROOT, Quorum, Run, replay
+from judgement_conversations import PLAYERS as JUDGED
+from record_conversations import Hang, Record, Recoveries
 
-PLAYERS = {"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang}
+PLAYERS = {"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record, **JUDGED}
 FILES = sorted(ROOT.glob("*/*.txt"))
 
 
+@pytest.fixture
+def in_utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("in_utc")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_conversation_goes_as_it_is_written(file):
+def test_a_conversation_goes_as_it_is_written(file, tmp_path):
     text = file.read_text()
-    found = replay(text, PLAYERS[file.parent.name]())
+    found = replay(text, PLAYERS[file.parent.name](tmp_path))
     if os.environ.get("CONVERSATIONS") == "write":
         file.write_text(found)
         return

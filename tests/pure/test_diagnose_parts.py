@@ -1,4 +1,4 @@
-"""How values differ, and where a rank is, against slow definitions of both."""
+"""How values differ, and where a rank is, against slow definitions of both; and the order of causes of crashes."""
 
 import math
 import random
@@ -8,9 +8,13 @@ from types import SimpleNamespace
 import pytest
 import small_runs
 import torch
+from planted_crashes import SEGFAULT, USERS
 
+from ft.faults import first_cause as causes
+from ft.faults.first_cause import CrashError, first_cause
 from ft.observe.diagnose import compare
 from ft.observe.diagnose.compare import classed, coordinates, copies, of_tensors, of_values
+from ft.record import crash
 from megatron.ft_trainer import arguments
 
 DTYPES = (
@@ -120,3 +124,23 @@ def test_ranks_are_placed_in_the_order_that_the_run_has_stored(flag, place):
     options = arguments.parse(f"{small_runs.BASE} --train-iters 1 --mock-data {flag}").as_dict()
     manifest = SimpleNamespace(layout={"world_size": 4, "pp": 2}, run={"options": options})
     assert compare.rank_place(manifest, 1) == {"tp": 0, "cp": 0, **place}
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("earlier", range(len(causes.CAUSES + causes.CONSEQUENCES) - 1))
+def test_every_class_of_errors_comes_before_the_next_one_whatever_the_clocks_say(earlier):
+    first, second = (causes.CAUSES + causes.CONSEQUENCES)[earlier : earlier + 2]
+    errors = [
+        CrashError("n0.w1", "n0", 1, observed=second, told="b", when=1.0),
+        CrashError("n0.w0", "n0", 0, observed=first, told="a", when=2.0),
+    ]
+    assert first_cause(errors).cause.kind == first == first_cause(reversed(errors)).cause.kind
+
+
+def test_cut_off_logs_do_no_harm():
+    for end in range(len(USERS)):
+        crash.parse(USERS[:end])
+        crash.parse(USERS + "\nDuring handling of the above exception, another exception occurred:\n" + USERS[:end])
+        crash.parse(SEGFAULT[:end])

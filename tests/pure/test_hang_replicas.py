@@ -3,16 +3,10 @@
 import json
 import os
 
-import pytest
-
 from ft.faults.hang.look import (
-    CONNECT,
     DEAD,
-    FETCH,
-    QUORUM,
     RUNNING,
     SEND,
-    SERVER,
     STOPPED,
     Across,
     Look,
@@ -26,8 +20,7 @@ from ft.faults.hang.replicas import combine
 from ft.faults.hang.series import over_time
 from ft.job.control.looks import judge
 from ft.job.replicas.launcher import Company, begun
-from ft.observe.diagnose.hang import as_text, as_values
-from ft.observe.diagnose.hang_picture import png
+from ft.observe.diagnose.hang import as_text
 from ft.record import looks as record
 from ft.record.looks import together
 from ft.record.run import replicas
@@ -51,15 +44,6 @@ def ring(rank, sequence=3, **more):
     return Operation(f"RING/{LAST}/{rank}", "all_reduce", sequence, **more)
 
 
-def asks(*, awaited=True):
-    return Operation(QUORUM.upper(), QUORUM, LAST + 1, awaited=awaited, about="step 8")
-
-
-def passes_on(**more):
-    """What a rank does that waits for its leader to pass the quorum on."""
-    return Operation(AGREEMENT, "broadcast", 7, **more)
-
-
 def replica(*ranks, waits=(), members=(0, 1, 2), why="asked for"):
     """A look at a replica of two ranks; the server says that it waits for the replicas ``waits``."""
     across = {f"RING/{LAST}/{rank}": Across(tuple(members), rank) for rank in range(2)}
@@ -70,15 +54,6 @@ def replica(*ranks, waits=(), members=(0, 1, 2), why="asked for"):
         for operation in one.operations:
             across |= {operation.group: Across((), one.rank)} if operation.group.startswith(("STATE", "FETCH")) else {}
     return Look({one.rank: one for one in ranks}, {DP: (0, 1), AGREEMENT: (0, 1)}, 100.0, why, across)
-
-
-def causes(looks, **how):
-    """Return the causes as (replica, rank, kind), and the text."""
-    look = combine(looks, **how)
-    found = over_time([look])
-    assert png(look, found)
-    values = json.loads(json.dumps(as_values(look, found)))
-    return [(one["replica"], one["rank"], one["kind"]) for one in values["causes"]], as_text(look, found)
 
 
 def in_the_ring(number=3):
@@ -95,119 +70,12 @@ def test_ranks_are_numbered_through_and_names_of_groups_inside_a_replica_are_tol
     assert look.unasked == {1}, "it is mentioned, and has no look"
 
 
-def test_a_blocked_rank_of_one_replica_is_the_cause_for_all_others():
-    stuck = replica(said(0, dp(), counts={f"RING/{LAST}/0": 2}), said(1, threads=BLOCKED, counts={DP: 4}))
-    found, text = causes({0: in_the_ring(), 1: stuck, 2: in_the_ring()})
-    assert found == [(1, 1, "busy")]
-    assert "cause 1: busy: replica 1 rank 1 (n0.w1 on n0)" in text
-    assert "it is    user code (ft/faults/worker.py:76 stall; kernel: S)" in text
-    assert "Replicas 0, 2 rank 1 wait for it in all_reduce number 3 of group RING/8/1." in text
-    assert "Replica 1 rank 0 waits for it in all_reduce number 5 of group replica 1/DP/3." in text
-    assert "delayed  replicas 0, 2 ranks 0-1, replica 1 rank 0" in text
-    assert "replicas 0, 2 rank 0  all_reduce number 3 of group RING/8/0 " in text
-
-
 def test_the_control_plane_of_a_replica_hears_of_its_own_ranks_only():
     stuck = replica(said(0, dp(), counts={f"RING/{LAST}/0": 2}), said(1, threads=BLOCKED, counts={DP: 4}))
     own = judge(4, combine({1: stuck}, home=1))
     assert [(one.ranks, one.kind) for one in own.causes] == [([1], "busy")] and own.waiting == [0]
     elsewhere = judge(5, combine({1: in_the_ring()}, home=1))
     assert (elsewhere.causes, elsewhere.waiting) == ([], [0, 1]), "they wait for other replicas"
-
-
-def test_others_that_wait_in_the_quorum_wait_for_the_rank_behind_the_leader():
-    passed = said(1, passes_on())
-    waiting = replica(said(0, asks(), counts={AGREEMENT: 6}), passed, waits=(1,))
-    stuck = replica(said(0, dp(), counts={"QUORUM": LAST}), said(1, threads=BLOCKED, counts={DP: 4}))
-    found, text = causes({0: waiting, 1: stuck, 2: waiting})
-    assert found == [(1, 1, "busy")]
-    assert "replicas 0, 2 rank 0  quorum number 9 of group QUORUM (step 8)" in text
-
-
-def test_a_leader_that_computes_while_its_thread_asks_is_not_at_fault():
-    # rank 1 waits for the quorum; its leader computes, and the server waits for replica 1
-    waiting = replica(said(0, asks(awaited=False), counts={AGREEMENT: 6}), said(1, passes_on()), waits=(1,))
-    slow = replica(said(0, dp(), counts={"QUORUM": LAST}), said(1, threads=BLOCKED))
-    assert causes({0: waiting, 1: slow})[0] == [(1, 1, "busy")]
-
-
-def test_who_has_not_come_to_a_ring_is_waited_for():
-    comes = [said(rank, Operation(f"CONNECT/{LAST}/{rank}", CONNECT, 1)) for rank in range(2)]
-    stuck = replica(said(0, passes_on()), said(1, threads=BLOCKED))
-    assert causes({0: replica(*comes), 1: stuck, 2: replica(*comes)})[0] == [(1, 1, "busy")]
-
-
-def test_a_stopped_process_is_named_across_replicas():
-    stopped = said(0, process=STOPPED, answers=False)
-    assert causes({0: in_the_ring(), 1: replica(stopped, said(1, dp())), 2: in_the_ring()})[0] == [(1, 0, "stopped")]
-
-
-def test_a_replica_of_which_no_rank_is_left_is_one_cause():
-    found, text = causes({0: in_the_ring(), 2: in_the_ring()}, lost=[1])
-    assert found == [(1, 0, "dead")]
-    assert "cause 1: dead: replica 1 ranks 0-1\n" in text and "delayed  replicas 0, 2 ranks 0-1" in text
-    ended = replica(*(said(rank, process=DEAD, answers=False) for rank in range(2)))
-    assert causes({0: in_the_ring(), 1: ended, 2: in_the_ring()})[0] == [(1, 0, "dead")]
-
-
-def test_a_replica_that_was_not_asked_is_not_at_fault():
-    found, text = causes({0: in_the_ring(), 2: in_the_ring()}, unasked=[1])
-    assert found == [] and "which was not asked" not in text and "is in a replica that was not asked" in text
-
-
-@pytest.mark.parametrize(
-    ("process", "kind", "says"),
-    [
-        (STOPPED, "stopped", "The process of the quorum server is stopped by a signal"),
-        (DEAD, "dead", "The process of the quorum server has ended"),
-        (RUNNING, "busy", "The quorum server runs, and answers nobody"),
-    ],
-)
-def test_the_quorum_server_is_named_if_no_leader_hears_of_it(process, kind, says):
-    asking = replica(said(0, asks()), said(1, passes_on()), waits=(SERVER,))
-    server = Rank(SERVER, "process 77", "n0", process, answers=False)
-    found, text = causes({0: asking, 1: asking, 2: asking}, server=server)
-    assert found == [(None, None, kind)]
-    assert says in text and f"cause 1: {kind}: the quorum server (process 77 on n0)" in text
-    assert "delayed  replicas 0-2 ranks 0-1" in text
-    assert causes({0: asking, 1: asking})[0] == [(None, None, "dead")], "nothing is known of its process"
-
-
-def test_the_quorum_server_is_not_at_fault_if_it_answers_one_leader():
-    deaf = replica(said(0, asks()), said(1, passes_on()), waits=(SERVER,))
-    hears = replica(said(0, asks()), said(1, passes_on()), waits=(2,))
-    stuck = replica(said(0, dp()), said(1, threads=BLOCKED))
-    assert causes({0: deaf, 1: hears, 2: stuck})[0] == [(2, 1, "busy")]
-
-
-def catching_up(*ranks):
-    group = {f"STATE/{LAST}/{one.rank}": Across((1,), one.rank) for one in ranks}
-    look = replica(*ranks)
-    return Look(look.ranks, look.groups, look.wall, look.why, {**look.across, **group})
-
-
-def test_a_replica_that_catches_up_is_not_at_fault():
-    def fetches(rank, **more):
-        own = Operation(f"FETCH/{LAST}/{rank}/1", FETCH, 1)
-        return said(rank, own, counts={channel(f"STATE/{LAST}/{rank}", SEND, other): 1 for other in (0, 2)}, **more)
-
-    serving = replica(*(said(rank, Operation(f"STATE/{LAST}/{rank}", FETCH, 1, peer=1)) for rank in range(2)))
-    asking = replica(said(0, asks()), said(1, passes_on()), waits=(0, 1))
-    found, text = causes({0: serving, 1: catching_up(fetches(0), fetches(1)), 2: asking})
-    assert found == [], text
-    assert "no rank is at fault: replica 1 ranks 0-1 fetch their state" in text
-    stopped = catching_up(said(0, process=STOPPED, answers=False), fetches(1))
-    assert causes({0: serving, 1: stopped, 2: asking})[0] == [(1, 0, "stopped")]
-
-
-def test_of_one_replica_alone_no_rank_is_at_fault_that_waits_for_another_replica():
-    found, text = causes({1: in_the_ring()}, home=1)
-    assert found == [] and "it waits for other replicas; ask the whole run" in text
-    assert "rank 1  all_reduce number 3 of group RING/8/1  replicas 0, 2 rank 1  is in a replica that was not" in text
-    found, text = causes({1: replica(said(0, dp()), said(1, threads=BLOCKED, counts={DP: 4}))}, home=1)
-    assert found == [(1, 1, "busy")] and "cause 1: busy: rank 1 (n0.w1 on n0)" in text
-    asking = replica(said(0, asks()), said(1, passes_on()), waits=(SERVER,))
-    assert causes({1: asking}, home=1)[0] == [], "the server's process is not known"
 
 
 def moment(step, busy):
@@ -245,16 +113,6 @@ def test_a_replica_that_hangs_is_found_while_the_others_train_on():
         assert [(cause.rank, cause.kind) for cause in found.causes] == [(3, "busy")], found
         assert found.moving == (0, 2)
     assert "replicas 0, 2 train on" in as_text(both(6), found)
-
-
-def test_in_a_look_that_one_replica_has_taken_only_who_delays_it_is_at_fault():
-    # a rank of replica 0 computes for longer than it usually does, after a step has failed
-    late = said(0, counts={AGREEMENT: 6}), said(1, passes_on(age_s=1.3), step_s=0.4)
-    stuck = said(0, dp(age_s=2.4)), said(1, threads=BLOCKED, counts={DP: 4})
-    mine, yours = replica(*stuck, why="a stall"), replica(*late, why="replica 1: a stall")
-    assert causes({0: yours, 1: mine})[0] == [(1, 1, "busy")]
-    waits = replica(said(0, asks()), said(1, passes_on()), waits=(0,), why="a stall")
-    assert causes({0: yours, 1: waits})[0] == [(0, 0, "busy")], "replica 1 waits for it"
 
 
 def test_a_replica_does_not_hang_that_has_started_something_within_the_time_of_a_step():

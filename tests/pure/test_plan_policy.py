@@ -65,8 +65,7 @@ def test_any_loss_has_its_rung_its_source_its_loss_and_its_limits(capsys):
         ("--unverified 3@98", "in place", 0, "bit for bit"),
         ("--lost 3", "copy elsewhere", 0, "bit for bit"),
         ("--unverified 3@100", "in place", 1, "bit for bit"),
-        ("--unverified 3@100 --replicas 2", "another replica", 0, "bit for bit"),
-        ("--lost 0-7 --replicas 2", "another replica", 0, "bit for bit"),
+        ("--lost 2,3 --replicas 2", "another replica", 0, "every sample once"),
         ("--lost 0-7 --replicas 2 --room 0", "another replica", 0, "every sample once"),
         ("--lost 0-7 --replicas 3 --room 0 --spare-redundancy 2", "reorder", 0, "every sample once"),
         ("--lost 2,3 --protect hot-swap,checkfree", "CheckFree", 0, "approximate"),
@@ -80,9 +79,9 @@ def test_each_rung_follows_some_loss(words, rung, steps, exactness, capsys):
     assert (found["rung"], found["loses"]["steps"], found["loses"]["exactness"]) == (rung, steps, exactness), found
 
 
-def test_the_stage_that_another_replica_has_is_fetched_from_it(capsys):
-    first, second = ladder(capsys, "--lost", "2,3", "--lost", "1:4,5", "--replicas", "2")
-    assert first["fetched"] == {"2": 1, "3": 1} and second["fetched"] == {"4": 0, "5": 0}
+def test_a_replica_that_lacks_a_stage_fetches_its_state_and_has_its_position_from_a_rank_of_its_own(capsys):
+    first, second = ladder(capsys, "--lost", "0-3", "--lost", "1:4,5", "--replicas", "2")
+    assert (first["position_of"], second["position_of"]) == (4, 0) and first["sources"] == {}
 
 
 def test_a_file_gives_the_same_keys_and_flags_go_before_it(capsys, tmp_path):
@@ -113,7 +112,6 @@ def test_the_text_names_rungs_losses_and_limits_and_what_a_run_refuses(capsys):
         ("--protect checkfree", "CheckFree without hot-swap"),
         ("--blocks 2,0", "not a whole number from 1"),
         ("--blocks 1,2", "2 numbers of blocks for 4 stages"),
-        ("--replicas 2 --min-replicas 3", "3 of 2 replicas needed"),
         ("--spare-redundancy 2", "redundancy 2 with 1 replicas"),
         ("--checkpoint 101", "after step 100"),
         ("--tp 4096", "give tp x dp x pp"),

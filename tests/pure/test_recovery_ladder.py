@@ -33,11 +33,6 @@ def job(lost=(), steps=(7, 6), copies=True, **more) -> Situation:
     return Situation(7, HostMemory(ranks, holdings, {rank: [rank] for rank in ranks}), stages, **more)
 
 
-def others(reorders=False, least=1, whole=(1, 2), lacking=(), steps=(7,)) -> Others:
-    there = {1: {rank: list(steps) for rank in range(4) if rank not in lacking}}
-    return Others(3, least, whole, there, reorders)
-
-
 FEW, NO_RESTART = Seats((1,), 0, 0), Restarts(0, 0, 4, checkpoints=[2])
 CASES = [
     (recovery.IN_PLACE, job(), 0),
@@ -45,19 +40,10 @@ CASES = [
     (recovery.COPY, job([1], seats=Seats((1,), 0, 1)), 0),
     (recovery.COPY, job(unverified={(1, 1, 7)}), 0),
     (recovery.STANDBY, job([1], unverified={(2, 1, 7)}), 1),
-    (recovery.REPLICA, job([1], unverified={(2, 1, 7)}, others=others()), 0),
-    (recovery.REPLICA, job([1, 2], others=others()), 0),
-    (recovery.REPLICA, job([1], seats=FEW, others=others()), 0),
-    (recovery.REORDER, job([1], seats=FEW, others=others(reorders=True)), 0),
-    (recovery.STANDBY, job([1], others=others(reorders=True)), 0),
-    (recovery.REPLICA, job([1], seats=FEW, others=others(reorders=True, least=3)), 0),
     (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE), 0),
-    (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=others(whole=(), lacking=[1])), 0),
-    (recovery.REPLICA, job([1], copies=False, checkfree=MIDDLE, others=others()), 0),
     (recovery.CHECKPOINT, job([1], copies=False), 5),
     (recovery.CHECKPOINT, job([1], hot_swap=False), 5),
     (recovery.CHECKPOINT, job(barred="an error"), 5),
-    (recovery.REPLICA, job(barred="an error", others=others()), 0),
     (recovery.END, job(barred="an error", restarts=NO_RESTART), 5),
     (recovery.END, job([1], seats=FEW, restarts=replace(NO_RESTART, allowed=3, has_room=False)), 5),
 ]
@@ -70,44 +56,46 @@ def test_a_situation_leads_to_its_rung(rung, situation, steps):
     assert not ladder_situations.broken(situation)
 
 
-UNKNOWN, SPARE = Others(3, are_unknown=True), Others(3, reorders=True, are_unknown=True)
+REPLICAS, SPARE = Others(3), Others(3, reorders=True)
 
 
 @pytest.mark.parametrize(
     ("rung", "situation", "teller"),
     [
-        (recovery.STANDBY, job([1], others=UNKNOWN), None),
-        (recovery.REPLICA, job([1, 2], others=UNKNOWN), 0),
+        (recovery.STANDBY, job([1], others=REPLICAS), None),
+        (recovery.REPLICA, job([1, 2], others=REPLICAS), 0),
         (recovery.REPLICA, job([0, 1], others=SPARE), 2),
-        (recovery.REPLICA, job([1, 2, 3], others=UNKNOWN, unverified={(0, 0, 7)}), 0),
-        (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=UNKNOWN), None),
-        (recovery.REPLICA, job([1, 2], copies=False, checkfree=MIDDLE, others=UNKNOWN), 0),
-        (recovery.REPLICA, job([0, 1, 2, 3], others=UNKNOWN), None),
-        (recovery.REPLICA, job([1, 2], seats=FEW, others=UNKNOWN), None),
+        (recovery.REPLICA, job([1, 2, 3], others=REPLICAS, unverified={(0, 0, 7)}), 0),
+        (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=REPLICAS), None),
+        (recovery.REPLICA, job([1, 2], copies=False, checkfree=MIDDLE, others=REPLICAS), 0),
+        (recovery.REPLICA, job([0, 1, 2, 3], others=REPLICAS), None),
+        (recovery.REPLICA, job([1, 2], seats=FEW, others=REPLICAS), None),
         (recovery.REORDER, job([1], seats=FEW, others=SPARE), None),
-        (recovery.REPLICA, job(barred="an error", others=UNKNOWN), None),
-        (recovery.END, job(barred="an error", others=UNKNOWN, restarts=NO_RESTART), None),
+        (recovery.REPLICA, job(barred="an error", others=REPLICAS), None),
+        (recovery.REPLICA, job(barred="an error", others=REPLICAS, restarts=NO_RESTART), None),
     ],
 )
 def test_a_replica_that_does_not_know_the_others_keeps_its_workers_and_fetches_the_state(rung, situation, teller):
     """``teller``: the rank whose position all take; without one, the state is here, or all workers start anew."""
     found = decide(situation)
     assert found.rung == rung and (found.plan.teller if found.plan is not None else None) == teller, found
-    assert (found.reason and found.waits) or rung == recovery.END
+    assert found.reason and found.waits
+    assert found.lost.ended == (situation.restarts == NO_RESTART) and not ladder_situations.broken(situation)
 
 
 def test_a_decision_names_sources_and_what_spoke_against_the_rungs_before():
-    found = decide(job([1, 2], copies=True, others=others()))
-    assert found.fetched == {1: 1} and found.plan.sources[2] == Source(3, 3)
+    assert decide(job([1])).plan.sources[1] == Source(2, 2)
+    found = decide(job([1, 2], others=REPLICAS))
     assert found.refused[recovery.IN_PLACE] == "logical rank(s) 1, 2 have lost their worker"
     assert found.refused[recovery.STANDBY] == "of step 7, nobody has all that logical rank(s) 1 need"
-    found = decide(job([1, 2], copies=False, checkfree=MIDDLE, others=others(lacking=[1], whole=())))
-    assert found.plan.rebuilt == {1: Neighbours(0, 2)} and found.fetched == {2: 1}
+    assert decide(job([1], copies=False, checkfree=MIDDLE)).plan.rebuilt == {1: Neighbours(0, 2)}
 
 
 def test_the_end_says_what_the_last_resort_was_and_why_it_fails():
     found = decide(job(barred="an error", restarts=NO_RESTART))
     assert found.reason == "an error\n  The run ends: 0 warm restart(s) are allowed and used up"
+    found = decide(job(barred="an error", restarts=NO_RESTART, others=REPLICAS))
+    assert found.reason == "an error\n  This replica ends: 0 warm restart(s) are allowed and used up"
 
 
 def test_the_decision_on_no_random_situation_breaks_a_property():

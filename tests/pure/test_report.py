@@ -1,28 +1,29 @@
-"""Recoveries, goodput and the block at the terminal, from histories made by hand.
+"""Goodput, durations and tenures of histories made by hand; and ``ft status`` of a run whose launcher is dead.
 
-What is told of each kind of recovery is in ``conversations/report``.
+What is told of recoveries, and what ``ft report`` and ``ft status`` say of a folder, is in ``conversations/report`` and
+``conversations/record``.
 """
 
-from pathlib import Path
+import os
+import subprocess
+import time
 
 import pytest
-from histories import History
+from histories import START, History, write
 
+from ft import cli
 from ft.base import events
 from ft.faults import verdict
-from ft.observe.report.record import effective_of_one, goodput
-from ft.observe.report.status import last_save, saves
+from ft.observe.report import status, timeline
+from ft.observe.report.record import effective_of_one, goodput, load, rank_intervals
+from ft.platform import election, processes
 from ft.record import recoveries as kinds
+from ft.record import run as records
 from ft.record.block import recovery_block
-from ft.record.recoveries import SeatChange, recoveries
-from ft.record.run import Run
+from ft.record.recoveries import recoveries
+from ft.show import palette
+from ft.show.axes import rows
 from ft.show.text import count, seconds, table
-
-
-def only(history: History) -> kinds.Recovery:
-    found = recoveries(history.events)
-    assert len(found) == 1
-    return found[0]
 
 
 def steps(number: int, step_time_s: float = 0.1) -> list[dict]:
@@ -65,21 +66,6 @@ def test_faults_are_ranked_by_gravity():
     grades = [verdict.gravity(one.action, one.signal) for one in ordered]
     assert grades == sorted(set(grades))
     assert verdict.gravity(verdict.RESTART, "exit 1") == verdict.gravity(verdict.REPLACE, "SIGSEGV")
-
-
-def test_seats_that_name_more_than_a_worker():
-    history = replaced()
-    for event in history.events:
-        if event.name == events.EPOCH_OPENED:
-            seats = event.detail["seats"]
-            event.detail["seats"] = {rank: {"worker": worker, "node": "n0"} for rank, worker in seats.items()}
-    assert only(history).seats == [SeatChange(3, "n0.w3", "n0.w4")]
-
-
-def test_the_block_is_about_the_last_recovery():
-    history = replaced()
-    history.replacement(8.0, rank=0, by="n0.w5", step=50)
-    assert "recovery 2" in recovery_block(history.events)
 
 
 def test_goodput():
@@ -127,27 +113,69 @@ def test_durations_in_words():
     assert table(("a", "long"), [("1", "x")], right=(1,)) == "a  long\n-  ----\n1     x"
 
 
-def test_how_a_run_has_ended_in_words():
-    def state(**detail) -> str:
-        history = History()
-        history.say(9.0, events.FINISHED, step=219, **detail)
-        return Run(Path(), history.events).state
-
-    assert state() == "finished"
-    assert state(unsaved="the disk is full") == "finished, not saved"
-    assert state(early="SIGTERM", steps=300) == "ended early (SIGTERM) at 219 of 300"
-    assert state(early="SIGTERM", steps=300, unsaved="x") == "ended early (SIGTERM) at 219 of 300, not saved"
-    assert state(early="a signal", steps=0) == "ended early (a signal)"
+def test_tenures_end_at_the_fault():
+    history = replaced()
+    history.say(10.1, events.RESTARTED, number=1, reason="both copies of rank 2 are lost")
+    history.seats = {rank: worker.replace("w", "v") for rank, worker in history.seats.items()}
+    history.open(12.0)
+    history.finish(16.0, 100)
+    held = rank_intervals(history.events, recoveries(history.events))
+    third = [(t.worker, round(t.begin, 2), round(t.end, 2), t.is_first) for t in held if t.rank == 3]
+    assert third == [("n0.w3", 0.0, 4.0, True), ("n0.w4", 4.03, 9.1, False), ("n0.v4", 11.0, 15.0, True)]
 
 
-def test_the_last_save_and_its_age_in_words():
+def test_the_picture_has_a_mark_for_each_wrong_attempt(tmp_path):
+    history = replaced()
+    for at, rank, step, attempt in ((6.0, 1, 20, 1), (6.0, 2, 20, 1), (7.0, 3, 40, 1), (7.1, 3, 40, 2)):
+        told = {"operator": "mm", "phase": "backward", "layer": 3, "microbatch": 2, "how": "at once", "note": ""}
+        place = {"rank": rank, "epoch": 1, "step": step, "attempt": attempt, "host": "a", "device": "cuda:1"}
+        history.say(at, events.DMR_MISMATCH, **place, **told)
+    history.finish(11.0, 90)
+    run = load(write(tmp_path, history, steps=90))
+    _, (lanes, loss) = rows("", [2.0, 2.0])
+    timeline._draw_workers(lanes, run)
+    timeline._draw_loss(loss, run)
+    marks = [line for line in lanes.lines if line.get_marker() == "D"]
+    assert sorted(int(line.get_ydata()[0]) for line in marks) == [1, 2, 3, 3]
+    legend = [text.get_text() for text in lanes.get_legend().get_texts()]
+    assert legend == ["replaced", "mismatch (DMR)"]
+    dotted = [line for line in loss.lines if line.get_color() == palette.MISMATCH]
+    assert sorted(int(line.get_xdata()[0]) for line in dotted) == [20, 40]
+
+
+def test_events_are_put_in_the_order_of_time(tmp_path):
     history = History()
-    assert last_save(history.events, 0.0) == "" and saves([]) == []
-    history.say(5.0, events.SAVED, step=20, folder="ck")
-    began = history.events[-1].wall - 5.0
-    assert last_save(history.events, began + 35.0) == "step 20, 30.0 s ago"
-    history.say(9.0, events.SAVE_FAILED, step=40, folder="ck", reason="the disk is full")
-    failed = "THE LAST SAVE FAILED (step 40, 26.0 s ago): the disk is full; last saved: step 20, 30.0 s ago"
-    assert last_save(history.events, began + 35.0) == failed
-    history.say(12.0, events.SAVED, step=60, folder="ck")
-    assert saves(history.events) == ["step 60, 0 ms before the last event"]
+    history.say(9.0, events.RESUMED, epoch=1, step=80)
+    history.say(5.0, events.RESUMED, epoch=1, step=40)
+    found = records.load(write(tmp_path / "a", history)).events
+    assert [event.wall - START for event in found if event.step is not None][-2:] == [5.0, 9.0]
+
+
+def dead_process() -> str:
+    """The identity of a process that has ended."""
+    process = subprocess.Popen(["sleep", "60"])
+    known = processes.identity(process.pid)
+    process.kill()
+    process.wait()
+    return known
+
+
+@pytest.mark.parametrize("extra", [[], ["--watch"], ["--json"]])
+def test_status_ends_with_1_where_the_launcher_is_dead(extra, tmp_path, capsys):
+    folder = write(tmp_path / "a", History(), steps=3)
+    (folder / "status.json").write_text(f'{{"phase": "running", "updated": {time.time()}, "nodes": {{"n0": "up"}}}}')
+    election.renew(folder, election.LeaseRecord(0, 0, "", "n0", 1, launcher=processes.identity(os.getpid())))
+    assert cli.main(["status", str(folder)]) == 0
+    election.renew(folder, election.LeaseRecord(0, 0, "", "n0", 1, launcher=dead_process()))
+    assert cli.main(["status", str(folder), *extra]) == 1
+    assert "the process ft run on this host has disappeared" in capsys.readouterr().out
+
+
+def test_who_has_the_lease_elsewhere_is_gone_after_a_while_without_a_renewal(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "_SUCCESSION_S", 0.1)
+    elsewhere = "another-boot 7 99"
+    election.renew(tmp_path, election.LeaseRecord(0, 0, "", "n0", 1, launcher=elsewhere))
+    assert status.gone(tmp_path, 10.0, 2) == "", "another one may be taking over"
+    assert "no process renews the lease" in status.gone(tmp_path, status.GONE_S + 1, 2)
+    assert "no process renews the lease" in status.gone(tmp_path, None, 2, is_steady=True)
+    assert status.gone(tmp_path / "nowhere", 1000.0, 1) == "", "no lease was ever taken"

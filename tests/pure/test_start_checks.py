@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ft import cli
 from ft.base import token
 from ft.base.errors import UserError
 from ft.job.agent import first_contact, membership
@@ -93,3 +94,14 @@ def test_a_message_in_the_directory_is_found_once(tmp_path):
     found._next = 0.0
     assert list(found.new()) == []
     assert list(first_contact.Messages(tmp_path).new()) == [], "it belongs to an earlier attempt"
+
+
+def test_ft_diagnose_start_names_the_process_that_holds_the_port(tmp_path, capsys):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        assert cli.main(["diagnose", "start", str(tmp_path), "--rdzv-endpoint", where]) == 1
+        assert f"the port of {where} is held by process {os.getpid()} (" in capsys.readouterr().out
+    assert cli.main(["diagnose", "start", str(tmp_path), "--rdzv-endpoint", where]) == 1
+    assert f"from this machine {where} cannot be reached: Connection refused" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Devices that computed wrongly in one run are avoided by the next: the file of suspects, and what a node does with it.
 
-Which devices get into the file is tested in test_diagnose_silent.py.
+Which devices get into the file is shown in ``conversations/record/silent.txt``.
 """
 
 import json

@@ -55,7 +55,6 @@ from ft.job.messages import (
     Spawn,
     Stop,
 )
-from ft.net.codec import to_json
 from ft.platform import network, processes
 from ft.platform.health.reader import Reader, of_this_node
 from ft.platform.supervisor import Supervisor
@@ -586,19 +585,17 @@ def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
     return str(path)
 
 
-def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
+def _settings(options: RunOptions, faults: int) -> ControlOptions:
     cluster = options.cluster
     # a replica that starts again does not wait for its standby nodes: one of them may have moved to another replica
     waits_for_all = not options.life
-    settings = ControlOptions(
+    return ControlOptions(
         cluster.nnodes if waits_for_all else cluster.training_nodes,
         counts_standby_nodes=waits_for_all,
         faults=faults,
         command=[options.script.target, *options.script.args],
         **{name: getattr(options, name) for name in _SHARED},
     )
-    values: dict[str, Any] = to_json(settings)
-    return values
 
 
 _SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")

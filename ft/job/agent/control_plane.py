@@ -12,23 +12,22 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json
 from ft.base.errors import UserError
-from ft.job.agent import ending, succession
+from ft.job.agent import succession
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console, last_lines
 from ft.job.agent.uplink import Refused, Uplink
+from ft.job.control.state import ControlOptions, Given
 from ft.job.control.timeouts import Timeouts
+from ft.net.codec import to_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
 from ft.platform.processes import OwnPauses, Standstill
@@ -42,17 +41,15 @@ class Sidecar:
 
     Args:
         where: address on which the control plane accepts the agents' messages.
-        options: settings of the control plane, passed to it as ``--options``.
 
     Attributes:
         log: file for the output of the process.
         on_exit: called with the exit code when the control plane's process has ended by itself.
     """
 
-    def __init__(self, supervisor: Supervisor, run_dir: Path, where: str, options: dict[str, Any]):
+    def __init__(self, supervisor: Supervisor, run_dir: Path, where: str, options: ControlOptions):
         self._supervisor = supervisor
-        self._where = ["--run-dir", str(run_dir), "--where", where]
-        self._options = options
+        self._given = Given(str(run_dir), where, options)
         self.log = run_dir / "logs" / "control.log"
         self.on_exit: Callable[[int], None] = lambda code: None
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,15 +67,15 @@ class Sidecar:
 
     def start(self, term: int, node: str, restarts: int) -> None:
         """Start the control plane."""
-        options = json.dumps({**self._options, "restarts": restarts})
-        arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
+        options = replace(self._given.options, restarts=restarts)
+        given = to_json(replace(self._given, options=options, node=node, term=term))
         self._process = self._spare or self._launch()
         self._spare = None
-        threading.Thread(target=_tell, args=(self._process, json.dumps(arguments)), daemon=True).start()
+        threading.Thread(target=_tell, args=(self._process, json.dumps(given)), daemon=True).start()
 
     def _launch(self) -> subprocess.Popen[bytes]:
         child = self._supervisor.start(
-            __name__,
+            "ft.job.control.sidecar",
             [],
             self.log,
             lambda code: self._ended(child, code),
@@ -127,7 +124,7 @@ class Sidecar:
 
 
 def _tell(process: subprocess.Popen[bytes], text: str) -> None:
-    """Write the command-line arguments, ``text``, to the standard input of the process.
+    """Write what the process is to do, ``text``, to its standard input.
 
     Runs in a thread, because the text may exceed the pipe's buffer and the process reads it only after its imports.
     """
@@ -135,32 +132,6 @@ def _tell(process: subprocess.Popen[bytes], text: str) -> None:
     assert process.stdin is not None, "it was started with a pipe"
     with contextlib.suppress(OSError), process.stdin as line:
         line.write(text.encode())
-
-
-def main() -> None:
-    """Run the process of the control plane, or of its standby.
-
-    The process does its imports and then waits for its arguments, a JSON list on standard input. With the arguments it
-    runs the control plane (``ft.job.control.sidecar``); if standard input is closed without any, it exits. It ignores
-    SIGINT and SIGTERM, because the control plane is needed until the workers have saved their checkpoints.
-    """
-    processes.set_name("ft-ctl-spare")
-    from ft.job.control import sidecar
-    from ft.net.store import lone_tcp_store
-
-    lone_tcp_store()  # with a process's first store, torch looks up names, for 10 s if no name server answers
-    line = sys.stdin.read()
-    status = 0
-    if line:
-        processes.set_name("ft-control")
-        try:
-            sidecar.main(bounded_json.loads(line, non_finite=True))
-        except SystemExit as end:
-            status = ending.status_of(end)
-        except Exception:
-            traceback.print_exc()
-            status = 1
-    ending.leave(status)  # threads of the store may still run
 
 
 _MOST_DEATHS, _WINDOW_S = 3, 60.0

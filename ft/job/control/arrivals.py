@@ -59,10 +59,17 @@ def agent_joined(state: ControlState, now: float, report: m.AgentJoined, out: De
 
 
 def agent_beat(state: ControlState, now: float, report: m.AgentBeat, out: Decisions) -> None:
-    """Store the heartbeat of an agent and of its workers."""
+    """Store the heartbeat of an agent and of its workers; a silence that it ends counts for no device."""
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
-        devices.heard(agent, now, state.options.timeouts.contact_s)
+        devices.heard(agent, now, state.options.timeouts.contact_s, out)
+    store_beat(state, now, report)
+
+
+def store_beat(state: ControlState, now: float, report: m.AgentBeat) -> None:
+    """Replace the heartbeat of an agent, unless the agent is unknown or lost."""
+    agent = state.agents.get(report.node)
+    if agent is not None and not agent.gone:
         agent.heard_at, agent.beats = now, dict(report.workers)
 
 

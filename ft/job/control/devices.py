@@ -70,15 +70,17 @@ def released(state: ControlState, now: float, report: m.DeviceReleased, out: Dec
         out.add(f"{report.worker} has released device {report.device} of {agent.node}")
 
 
-def heard(agent: Agent, now: float, contact_s: float) -> None:
+def heard(agent: Agent, now: float, contact_s: float, out: Decisions) -> None:
     """Extend the deadlines of an agent's devices by the time since its previous heartbeat, if that is a long time.
 
     An agent that was stopped could not report that a device is free. Call this function before ``agent.heard_at`` is
-    updated.
+    updated. The extension is a decision, so that it is in the journal, which leaves out most heartbeats.
     """
-    if is_silent(agent, now, contact_s):
+    if agent.held and is_silent(agent, now, contact_s):
         silent_s = now - agent.heard_at
         agent.held = {worker: replace(hold, since=hold.since + silent_s) for worker, hold in agent.held.items()}
+        said = f"the agent of {agent.node} was silent for {silent_s:.1f} s"
+        out.add(f"{said}, by which its devices may be released later")
 
 
 def overdue(state: ControlState, now: float, out: Decisions) -> None:

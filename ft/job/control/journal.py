@@ -22,6 +22,7 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.base.events import Note
+from ft.job.control.arrivals import store_beat
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
 from ft.job.control.state import ControlOptions, ControlState, RecordedDecision
@@ -36,8 +37,8 @@ class Journal:
     """Appends entries to the log ``path`` in the shared state of its folder.
 
     Heartbeats are many and rarely cause a decision. So only the newest heartbeat of each agent is written, and only
-    before a decision, which may depend on it. This suffices for ``recall``, because a heartbeat replaces the one before
-    it.
+    before a decision, which may depend on it. This suffices for ``recall``, because a heartbeat without a decision only
+    replaces the one before it.
 
     Args:
         path: folder of the run, and name of the log.
@@ -137,8 +138,12 @@ def recall(path: Path) -> JournalContent:
         memory.wall = entry.get("wall", memory.wall)
         if "now" not in entry:
             continue
-        memory.now = entry["now"]
-        decisions = decide(memory.state, memory.now, entry["report"])
+        memory.now, report = entry["now"], entry["report"]
+        if isinstance(report, AgentBeat) and "decisions" not in entry:
+            # Most heartbeats are not in the journal. To one who reads it, an agent may seem silent that was not.
+            store_beat(memory.state, memory.now, report)
+            continue
+        decisions = decide(memory.state, memory.now, report)
         memory.notes = [note for decision in decisions for note in decision.events]
         made = [order for decision in decisions for order in decision.orders]
         if damaged and (entry.get("first", count), entry["orders"]) != (count, [to_values(order) for order in made]):

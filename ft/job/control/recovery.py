@@ -2,9 +2,9 @@
 
 The control plane decides with :func:`decide`, and ``ft plan policy`` shows the same decisions. The function is
 pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the rungs of
-``LADDER``. Every rung that is possible in a situation makes an offer, which says what it loses. The first rung of the
-ladder is taken whose offer is not worse in any respect than another one: a snapshot of an earlier step in this replica,
-for example, gives way to the newest step in another replica.
+``LADDER``. Every rung that is possible in a situation makes an offer, which says what it loses; the first one is taken,
+because no rung loses more than a later one in any respect without losing less in another. A replica decides for itself:
+it does not know what the other replicas hold.
 
 :func:`plan_from_memory` looks into the memory of one replica's workers: copies first, then CheckFree, then the
 checkpoint. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from the two neighbouring stages. This
@@ -30,8 +30,8 @@ LADDER = (IN_PLACE, STANDBY, COPY, REPLICA, REORDER, CHECKFREE, CHECKPOINT, END)
 - standby: ready standbys take the seats of lost workers, with peer copies.
 - copy elsewhere: a worker has to be started for a seat first, or one that kept its seat takes over a peer copy, because
   its own snapshot is unusable.
-- another replica: the state of ranks comes from other replicas (hot-swap inside a replica); or, if the seats cannot be
-  filled, the other replicas train on, and this one starts anew and fetches its state from them.
+- another replica: the workers stay, and fetch the whole state from another replica; or, if the seats cannot be filled,
+  the other replicas train on, and this one starts anew and fetches its state from them.
 - reorder: as before, and the other groups compute this group's part of each batch (SPARe).
 - CheckFree: a pipeline stage whose state is lost is rebuilt from others; a rank of a stage that is lost in part takes
   the weights of a data-parallel peer.
@@ -43,12 +43,10 @@ EXACT, EVERY_SAMPLE, APPROXIMATE = "bit for bit", "every sample once", "approxim
 """How the run continues: with the losses of a run without the fault; with every sample trained on once, but sums in
 another order or batches of another size; with a state of which a part is an estimate.
 """
-_EXACTNESS = (EXACT, EVERY_SAMPLE, APPROXIMATE)
 
 _RELEASE, _JOIN, _START = ("control.drain_s",), ("control.assemble_s",), ("control.ready_s",)
 _REPAIR = ("control.repair_s", "control.repair_s")  # restore the state, and begin the first step
-_GO_ON = ("quorum.silent_s", "quorum.member_s")
-_COME_BACK = ("quorum.minimum_s",)
+_OTHERS = ("quorum.silent_s", "quorum.member_s")  # until the other replicas train on
 WARM_RESTART = ("control.join_s",)
 TABLES = ("control", "quorum")
 """The tables of limits: ``ft.job.control.timeouts.Timeouts`` and ``ft.job.quorum.limits.Limits``."""
@@ -65,7 +63,7 @@ class Lost:
             restores, so no rung gives up samples.
         late: share of each batch that is trained on later, when the replica is back.
         starts_anew: whether all workers of the job start anew.
-        ended: whether the run ends.
+        ended: whether the run ends or, of several replicas, this one for good.
     """
 
     steps: int | None = 0
@@ -74,16 +72,6 @@ class Lost:
     late: float = 0.0
     starts_anew: bool = False
     ended: bool = False
-
-    def is_less_than(self, other: "Lost") -> bool:
-        """Return whether this is not more than ``other`` in any respect, and less in at least one."""
-        mine, its = self._amounts(), other._amounts()
-        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
-
-    def _amounts(self) -> tuple[float, ...]:
-        steps = float("inf") if self.steps is None else float(self.steps)
-        which = float(_EXACTNESS.index(self.exactness))
-        return float(self.ended), float(self.starts_anew), float(self.samples), which, self.late, steps
 
 
 def waits(seats: str) -> tuple[str, ...]:
@@ -94,24 +82,6 @@ def waits(seats: str) -> tuple[str, ...]:
     """
     before = {IN_PLACE: (), STANDBY: _JOIN, COPY: (*_START, *_JOIN)}[seats]
     return (*_RELEASE, *before, *_REPAIR)
-
-
-def waits_of_others(*, is_awaited: bool) -> tuple[str, ...]:
-    """Return the limits of what the other replicas wait for when one leaves; ``is_awaited``: they are too few to train
-    until it is back.
-    """
-    return (*_GO_ON, *_COME_BACK) if is_awaited else _GO_ON
-
-
-def too_few(left: int, replicas: int, least: int) -> str:
-    """Return why the ``left`` of ``replicas`` replicas are too few to train on, or "" if they are enough.
-
-    Args:
-        left: number of replicas that are left.
-        replicas: number of replicas of the job.
-        least: number of replicas that a step needs.
-    """
-    return f"{left} of {replicas} replicas are left, at least {least} must be" if left < least else ""
 
 
 MIDDLE, PLUS = "middle", "plus"
@@ -339,27 +309,18 @@ class Seats:
 
 @dataclass(frozen=True)
 class Others:
-    """The other replicas.
+    """The other replicas, of which only the number is known here.
+
+    The quorum server knows them: it has a replica without a state fetch that of another one, or the newest checkpoint
+    if none has a state.
 
     Attributes:
         replicas: number of replicas of the job, with this one.
-        least: number of replicas that a step needs.
-        whole: numbers of the other replicas that can train on now, at the newest committed step.
-        holdings: number of another replica, the nearest first -> logical rank -> steps of whose state that replica has
-            a verified source.
         reorders: whether the others compute a lost replica's part of the batch (SPARe).
-        unhosted: with ``reorders``, the shard types that no replica hosts any more. Whoever is free computes them.
-        are_unknown: whether nothing but ``replicas`` is known here. The quorum server knows the others; it has a
-            replica without a state fetch that of another one, or the newest checkpoint if none has a state.
     """
 
     replicas: int = 1
-    least: int = 1
-    whole: Collection[int] = ()
-    holdings: Mapping[int, Mapping[int, Collection[int]]] = field(default_factory=dict)
     reorders: bool = False
-    unhosted: Collection[int] = ()
-    are_unknown: bool = False
 
     @property
     def lost_without_this(self) -> Lost:
@@ -464,9 +425,9 @@ def of_memory(state: ControlState) -> Situation:
         memory,
         Stages(state.checkfree, state.places, state.rebuilt),
         Seats(joiners, len(joiners) - started, started),
-        _others(state),
-        restarts=_restarts(state),
-        hot_swap=state.options.hot_swap,
+        Others(state.options.replicas, state.options.reorders),
+        _restarts(state),
+        state.options.hot_swap,
     )
 
 
@@ -480,12 +441,8 @@ def _held(worker: Worker) -> Holdings | None:
 def without_memory(state: ControlState, why: str) -> Situation:
     """Return the situation in which nothing in memory may be used; ``why``: the reason, for people."""
     memory = HostMemory(range(state.options.world_size), {}, {})
-    return Situation(state.newest_step(), memory, others=_others(state), restarts=_restarts(state), barred=why)
-
-
-def _others(state: ControlState) -> Others:
-    options = state.options
-    return Others(options.replicas, reorders=options.reorders, are_unknown=options.replicas > 1)
+    others = Others(state.options.replicas, state.options.reorders)
+    return Situation(state.newest_step(), memory, others=others, restarts=_restarts(state), barred=why)
 
 
 def _restarts(state: ControlState) -> Restarts:
@@ -508,7 +465,6 @@ class Offer:
         waits: the limits of all waits that it can lead to, one after the other, as ``table.field``; see
             :func:`ft.job.control.recovery.waits`.
         plan: the step and the source of each rank, if the state comes from memory.
-        fetched: logical rank -> number of the replica that it fetches its state from.
     """
 
     rung: str
@@ -516,7 +472,6 @@ class Offer:
     lost: Lost
     waits: tuple[str, ...] = ()
     plan: RecoveryPlan | None = None
-    fetched: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -527,19 +482,14 @@ class Decision(Offer):
 
 
 def decide(situation: Situation) -> Decision:
-    """Return the first rung that is possible and that no other possible rung betters in what it loses."""
+    """Return the first rung that is possible."""
     refused: dict[str, str] = {}
     offers = [
         *_from_memory(situation, refused),
         *_without_this_replica(situation, refused),
         *_anew(situation, refused),
     ]
-    for offer in offers:
-        better = next((other for other in offers if other.lost.is_less_than(offer.lost)), None)
-        if better is not None:
-            refused[offer.rung] = f"{better.rung} loses less: {better.reason}"
-    best = [offer for offer in offers if not any(other.lost.is_less_than(offer.lost) for other in offers)]
-    chosen = min(best, key=lambda offer: LADDER.index(offer.rung)) if best else _end(situation, refused)
+    chosen = min(offers, key=lambda offer: LADDER.index(offer.rung)) if offers else _end(situation, refused)
     before = LADDER[: LADDER.index(chosen.rung)]
     return Decision(**vars(chosen), refused={rung: refused[rung] for rung in before if rung in refused})
 
@@ -560,23 +510,13 @@ def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offe
         refused |= dict.fromkeys((IN_PLACE, STANDBY, COPY), why or plan.reason)
     if vacant:
         refused[IN_PLACE] = f"logical rank(s) {_list(vacant)} have lost their worker"
-    if situation.others.holdings:
-        pooled = plan_from_memory(_pooled(memory, situation), situation.stages)
-        plan, fetched = _fetching(pooled, memory, situation)
-        if plan.name == COPY and fetched:
-            where = ", ".join(f"{rank} from replica {replica}" for rank, replica in sorted(fetched.items()))
-            reason = f"of step {plan.step}, the other replicas have what this one lacks: logical rank(s) {where}"
-            lost = Lost(steps=_since(situation, plan))
-            yield Offer(REPLICA, reason, lost, waits(rung), plan, fetched)
-    else:
-        fetched = {}
-    if situation.others.are_unknown and plan.name == CHECKPOINT:
+    if situation.others.replicas > 1 and plan.name == CHECKPOINT:
         found = plan_fetch(memory, plan.reason)
         if found is not None:
             yield Offer(REPLICA, found.reason, situation.others.lost_without_this, waits(rung), found)
     if plan.name == CHECKFREE:
         lost = Lost(steps=_since(situation, plan), exactness=APPROXIMATE)
-        yield Offer(CHECKFREE, plan.reason, lost, waits(rung), plan, fetched)
+        yield Offer(CHECKFREE, plan.reason, lost, waits(rung), plan)
     else:
         refused[CHECKFREE] = plan.reason
 
@@ -603,86 +543,30 @@ def _from_copies(situation: Situation, seats: str, plan: RecoveryPlan, refused: 
     return Offer(rung, plan.reason, Lost(steps=_since(situation, plan)), waits(seats), plan)
 
 
-def _pooled(memory: HostMemory, situation: Situation) -> HostMemory:
-    """Return the memory as if each rank had every state of it that this replica or another one has a source of."""
-    there = situation.others.holdings.values()
-    own = {rank: {step for held in there for step in held.get(rank, ())} for rank in memory.ranks}
-    for step in repairs.steps_held(memory.holdings):
-        inside, _ = repairs.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
-        for rank in inside:
-            own[rank].add(step)
-    live = {rank: held.live for rank, held in memory.holdings.items() if held.live in held.own}
-    return replace(memory, holdings={rank: Holdings(sorted(own[rank]), live=live.get(rank)) for rank in own})
-
-
-def _fetching(plan: RecoveryPlan, memory: HostMemory, situation: Situation) -> tuple[RecoveryPlan, dict[int, int]]:
-    """Return the plan with sources inside this replica wherever it has them, and rank -> replica for all others."""
-    if plan.step is None:
-        return plan, {}
-    inside, _ = repairs.of_step(plan.step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
-    fetched = {}
-    for rank in plan.sources.keys() - inside.keys():
-        having = (r for r, held in situation.others.holdings.items() if plan.step in held.get(rank, ()))
-        if (nearest := next(having, None)) is not None:
-            fetched[rank] = nearest
-    kept = {rank: inside.get(rank, source) for rank, source in plan.sources.items() if rank not in fetched}
-    return replace(plan, sources=kept), fetched
-
-
 def _without_this_replica(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
-    """Yield the offer that the other replicas train on, or wait for this one, while it starts anew."""
+    """Yield the offer that the others train on while this replica starts anew, or without it if it cannot.
+
+    When it is back, it fetches the state of the others, or all load the newest checkpoint if none has a state.
+    """
     others = situation.others
-    if others.are_unknown:
-        yield from _while_others_train(situation, refused)
-        return
     if others.replicas <= 1:
         refused |= {REPLICA: "the job has one replica", REORDER: "the job has one replica"}
         return
     if not others.reorders:
         refused[REORDER] = "SPARe is off"
-    against = situation.restarts.against
-    short = too_few(len(others.whole), others.replicas, others.least)
-    if short and (not others.whole or against):
-        back = f", and this one cannot come back: {against}" if others.whole else ""
-        refused |= {REORDER: refused.get(REORDER, short), REPLICA: refused.get(REPLICA) or f"{short}{back}"}
-        return
-    if short:
-        reason = f"{short}: they wait for this one, which fetches its state from them"
-        yield Offer(REPLICA, reason, Lost(exactness=EVERY_SAMPLE), waits_of_others(is_awaited=True))
-    elif others.reorders:
-        types = f"; no replica hosts the shard types {_list(others.unhosted)} any more, whoever is free computes them"
-        reason = f"replica(s) {_list(others.whole)} compute this one's part{types if others.unhosted else ''}"
-        yield Offer(REORDER, reason, others.lost_without_this, waits_of_others(is_awaited=False))
-    else:
-        back = f"cannot come back: {against}" if against else "fetches its state from them when it is back"
-        reason = f"replica(s) {_list(others.whole)} train on, and this one {back}"
-        yield Offer(REPLICA, reason, others.lost_without_this, waits_of_others(is_awaited=False))
-
-
-def _while_others_train(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
-    """Yield the offer of a warm restart of this replica alone, if it does not know how the others are.
-
-    When it is back, it fetches the state of the others, or all load the newest checkpoint if none has a state.
-    """
-    others = situation.others
-    if not others.reorders:
-        refused[REORDER] = "SPARe is off"
-    against = situation.restarts.against
     if CHECKFREE not in refused:
         against = "an estimate in place gives way to the others' exact state, if they have it"
-    if against:
         refused |= {rung: refused.get(rung, against) for rung in (REPLICA, REORDER)}
         return
-    rung = REORDER if others.reorders else REPLICA
-    yield Offer(rung, _cause(situation, refused), others.lost_without_this, waits_of_others(is_awaited=False))
+    rung, against = REORDER if others.reorders else REPLICA, situation.restarts.against
+    reason = _cause(situation, refused) + (f"\n  This replica ends: {against}" if against else "")
+    yield Offer(rung, reason, replace(others.lost_without_this, ended=bool(against)), _OTHERS)
 
 
 def _anew(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
     """Yield the offer of a warm restart of all workers of the job."""
-    if situation.others.are_unknown and not situation.restarts.against:
-        refused[CHECKPOINT] = "the other replicas may have the state"
-        return
-    if against := situation.restarts.against:
+    others_may = "the other replicas may have the state" if situation.others.replicas > 1 else ""
+    if against := others_may or situation.restarts.against:
         refused[CHECKPOINT] = against
         return
     lost = Lost(steps=situation.restarts.steps_since(situation.step), starts_anew=True)

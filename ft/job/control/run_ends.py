@@ -34,7 +34,7 @@ def restart(state: ControlState, now: float, reason: str, out: Decisions) -> Non
 def descend(state: ControlState, now: float, found: recovery.Decision, out: Decisions) -> None:
     """Carry out a decision of the ladder that gives up the state in memory: all workers start anew, or the run ends."""
     ranks = place_ranks(state.agents.values(), state.options.world_size)
-    if found.rung == recovery.END or ranks is None:
+    if found.lost.ended or ranks is None:
         stop(state, now, 1, found.reason, out)
         return
     allowed, reason = state.options.max_restarts, found.reason

@@ -5,12 +5,13 @@ election, and can continue the journal of a control plane that has died. If few 
 so that another one can take over. It writes ``status.json``, a summary of its state for people who watch a run.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,11 +25,12 @@ from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.journal import Journal, JournalContent, lives, recall
 from ft.job.control.looks import Answers
-from ft.job.control.state import ENDED, ControlOptions, ControlState, Worker
+from ft.job.control.state import ENDED, ControlOptions, ControlState, Given, Worker
 from ft.job.control.stragglers import PaceBook
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes
-from ft.net.codec import BadMessage, from_json
+from ft.net.codec import from_json
+from ft.net.store import lone_tcp_store
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
 from ft.platform.processes import OwnPauses
@@ -296,23 +298,6 @@ def _without_times(posted: Posted | None) -> tuple[Posted | None, list[StepTimes
     return replace(posted, report=replace(posted.report, step_times=[])), posted.report.step_times
 
 
-def parse_options(text: str) -> ControlOptions:
-    """Return the options that the JSON text of the command line describes.
-
-    Raises:
-        UserError: the text is no JSON object, lacks the world size, or has inconsistent timeouts.
-    """
-    try:
-        options: ControlOptions = from_json(ControlOptions, {"nodes": 1, **bounded_json.loads(text)})
-        options.timeouts.check()
-        return options
-    except (ValueError, TypeError, BadMessage) as error:
-        raise UserError(
-            f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",
-            'give a JSON object such as {"world_size": 4, "nodes": 1}',
-        ) from error
-
-
 def begin(folder: Path, options: ControlOptions) -> ControlOptions | JournalContent:
     """Return the content of the run's journal if it belongs to this life of the run, else ``options``.
 
@@ -328,24 +313,36 @@ def begin(folder: Path, options: ControlOptions) -> ControlOptions | JournalCont
         raise UserError(f"the run cannot continue from its journal: {error}") from error
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the control plane until the run has ended."""
-    parser = argparse.ArgumentParser(prog="python -m ft.job.control", description="The control plane of one run.")
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder for journal, events and status")
-    parser.add_argument("--where", required=True, help="tcp://HOST:PORT to listen on (port 0: any free port)")
-    parser.add_argument("--options", required=True, help="JSON: world_size, nodes, max_restarts, hot_swap, timeouts...")
-    parser.add_argument("--node", default="n0", help="name of the agent on whose node this process runs")
-    parser.add_argument("--term", type=int, default=0, help="term of the leader election that this process has won")
-    given = parser.parse_args(argv)
+def main() -> None:
+    """Run the process of the control plane, or of its standby.
+
+    The process does its imports and then waits for a :class:`Given` on standard input; if that is closed without one,
+    it exits. It ignores SIGINT and SIGTERM, because the control plane is needed until the workers have saved their
+    checkpoints.
+    """
+    processes.set_name("ft-ctl-spare")
     processes.die_with_parent(signal.SIGKILL)
+    lone_tcp_store()  # with a process's first store, torch looks up names, for 10 s if no name server answers
+    text, code = sys.stdin.read(), 0
     try:
-        begins = begin(given.run_dir, parse_options(given.options))
-        options = begins if isinstance(begins, ControlOptions) else begins.state.options
-        secret = token.find(given.run_dir, _TOKEN_S)
-        channel = ControlChannel(given.where, secret)
+        code = _serve(from_json(Given, bounded_json.loads(text, non_finite=True))) if text else 0
     except UserError as error:
-        parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
+        print(f"control plane: {error}", file=sys.stderr)
+        code = UserError.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads may be inside torch's store, so a regular interpreter shutdown would abort the process
+
+
+def _serve(given: Given) -> int:
+    processes.set_name("ft-control")
+    folder = Path(given.run_dir)
+    begins = begin(folder, given.options)
+    options = begins if isinstance(begins, ControlOptions) else begins.state.options
+    channel = ControlChannel(given.where, token.find(folder, _TOKEN_S))
     launcher = processes.identity(os.getppid())
     standing = LeaseRecord(given.term, options.restarts, channel.where, given.node, os.getpid(), launcher=launcher)
-    code = Sidecar(given.run_dir, channel, begins, standing).run()
-    os._exit(code)  # threads may be inside torch's store, so a regular interpreter shutdown would abort the process
+    return Sidecar(folder, channel, begins, standing).run()

@@ -72,6 +72,24 @@ class ControlOptions:
     counts_standby_nodes: bool = True
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the process of the control plane is to do, which its agent passes to it as JSON.
+
+    Attributes:
+        run_dir: folder for journal, events and status.
+        where: tcp://HOST:PORT to listen on (port 0: any free port).
+        node: name of the agent on whose node the process runs.
+        term: term of the leader election that the process has won.
+    """
+
+    run_dir: str
+    where: str
+    options: ControlOptions
+    node: str = "n0"
+    term: int = 0
+
+
 @dataclass
 class Agent:
     """What the control plane knows about an agent, the supervisor of one node.

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED, PLANNED_ENDS, UserError
-from ft.job.control.recovery import too_few
 from ft.net.backoff import doubled
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"
@@ -126,7 +125,8 @@ def judge(
             code = planned([view.code for view in views.values() if view.code in PLANNED_ENDS])
             return Verdict(END, f"the run has {ENDS[code]}", code=code)
         return Verdict(TELL, "the others have finished", late) if late else Verdict(WAIT)
-    if short := too_few(replicas - len(lost), replicas, least):
+    if (left := replicas - len(lost)) < least:
+        short = f"{left} of {replicas} replicas are left, at least {least} must be"
         return Verdict(END, short, code=_worst(views))
     if ended:
         return Verdict(END, "no replica is left here", code=_worst(views))

@@ -5,13 +5,11 @@ A situation is what ``ft.job.control.recovery.decide`` gets: it chooses the rung
 
 import argparse
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base.quantities import whole
 from ft.base.scenario import Key, Keys
-from ft.job.control import repairs
 from ft.job.control.recovery import MIDDLE, PLUS, HostMemory, Others, Restarts, Seats, Situation, Stages
 from ft.job.control.state import GridPosition
 from ft.job.parts import Holdings
@@ -39,7 +37,6 @@ class Scenario:
     blocks: tuple[int, ...] = ()
     peers: int = 1
     replicas: int = 1
-    min_replicas: int = 1
     spare_redundancy: int = 0
     protect: tuple[str, ...] = (HOT_SWAP,)
     step: int = 100
@@ -112,7 +109,6 @@ KEYS = Keys({
     "blocks": Key(_blocks, "N,N,...", "transformer layers of each stage; default: all the same", ()),
     "peers": Key(_COUNT, "K", "peer copies of each snapshot; 0: none", _JOB.peers),
     "replicas": Key(_REPLICAS, "N", "replicas of the model (FT-HSDP)", _JOB.replicas),
-    "min_replicas": Key(_REPLICAS, "N", "replicas that a step needs", _JOB.min_replicas),
     "spare_redundancy": Key(_COUNT, "R", "shard types that a group hosts (SPARe); 0: off", _JOB.spare_redundancy),
     "protect": Key(_names, "NAME,...", f"of {', '.join(PROTECTIONS)}, or {NONE}", _JOB.protect),
     "step": Key(_COUNT, "S", "newest committed step; snapshots are of this step and the one before", _JOB.step),
@@ -148,8 +144,6 @@ def _problems(given: Scenario) -> list[tuple[str, str]]:
         found.append((f"{len(given.blocks)} numbers of blocks for {given.pp} stages", "give one for each stage"))
     if given.checkfree and HOT_SWAP not in given.protect:
         found.append(("CheckFree without hot-swap", f"add {HOT_SWAP} to --protect: it works under hot-swap"))
-    if given.min_replicas > given.replicas:
-        found.append((f"{given.min_replicas} of {given.replicas} replicas needed", "lower --min-replicas"))
     if given.spare_redundancy and not 2 <= given.spare_redundancy <= given.replicas:
         fix = "give a redundancy from 2 to the number of replicas"
         found.append((f"redundancy {given.spare_redundancy} with {given.replicas} replicas", fix))
@@ -165,10 +159,6 @@ def _problems(given: Scenario) -> list[tuple[str, str]]:
     return found
 
 
-Held = dict[int, list[int]]
-"""Logical rank -> steps of its state."""
-
-
 def situations(scenario: Scenario) -> dict[int, Situation]:
     """Return the situation of each replica that has lost workers or states; that of replica 0 if none has.
 
@@ -177,53 +167,18 @@ def situations(scenario: Scenario) -> dict[int, Situation]:
     alike.
     """
     damaged = sorted({*scenario.lost, *(replica for replica, _, _ in scenario.unverified)}) or [0]
-    memories = {replica: _memory(scenario, replica) for replica in damaged}
-    intact = memories | {-1: _memory(scenario, -1)}
-    held = {replica: _held(scenario, memory) for replica, memory in intact.items()}
-    everywhere = {replica: held.get(replica, held[-1]) for replica in range(scenario.replicas)}
-    unhosted = tuple(_unhosted(scenario))
-    found = {}
-    for replica in damaged:
-        there = {number: steps for number, steps in everywhere.items() if number != replica}
-        found[replica] = _situation(scenario, replica, memories[replica], there, unhosted)
-    return found
+    return {replica: _situation(scenario, replica) for replica in damaged}
 
 
-def _held(scenario: Scenario, memory: HostMemory) -> Held:
-    """Return logical rank -> steps of which the replica with this memory has all of the rank's state."""
-    by_step = {
-        step: repairs.of_step(step, memory.ranks, memory.holdings, memory.dp_peers)[0] for step in _steps(scenario)
-    }
-    return {rank: [step for step, found in by_step.items() if rank in found] for rank in memory.ranks}
-
-
-def _situation(
-    scenario: Scenario, replica: int, memory: HostMemory, there: dict[int, Held], unhosted: tuple[int, ...]
-) -> Situation:
-    """Return the situation of one replica.
-
-    Args:
-        scenario: the job.
-        replica: number of the replica.
-        memory: what its live workers hold.
-        there: number of another replica -> what it holds.
-        unhosted: the shard types that no whole replica hosts (SPARe).
-    """
+def _situation(scenario: Scenario, replica: int) -> Situation:
     lost = scenario.lost.get(replica, frozenset())
     room = len(lost) if scenario.room is None else scenario.room
     return Situation(
         scenario.step,
-        memory,
+        _memory(scenario, replica),
         Stages(scenario.checkfree, {rank: _place(scenario, rank) for rank in range(scenario.world)}),
         Seats(sorted(lost), scenario.standbys, room),
-        Others(
-            scenario.replicas,
-            scenario.min_replicas,
-            [r for r in there if not scenario.lost.get(r)],
-            there,
-            scenario.spare_redundancy > 0,
-            unhosted,
-        ),
+        Others(scenario.replicas, scenario.spare_redundancy > 0),
         Restarts(
             scenario.restarts_left,
             workers=scenario.world,
@@ -240,7 +195,7 @@ def _steps(scenario: Scenario) -> list[int]:
 
 
 def _memory(scenario: Scenario, replica: int) -> HostMemory:
-    """Return what the live workers of a replica hold; replica -1 is one that has lost nothing.
+    """Return what the live workers of a replica hold.
 
     Workers are taken to be lost before the update of a step, so the models still have the weights of the step before.
     """
@@ -270,18 +225,3 @@ def _place(scenario: Scenario, rank: int) -> GridPosition:
     stage = rank // (scenario.tp * scenario.dp)
     blocks = scenario.blocks[stage] if scenario.blocks else 1
     return GridPosition(stage, rank % scenario.tp, rank // scenario.tp % scenario.dp, 0, blocks, lends=True)
-
-
-def _unhosted(scenario: Scenario) -> Iterator[int]:
-    """Yield the shard types of SPARe that no whole replica hosts."""
-    if not scenario.spare_redundancy:
-        return
-    import numpy
-
-    from ft.systems.spare.controller.controller import wiped_out
-    from ft.systems.spare.placement import Placement
-    from ft.systems.spare.ruler import ruler
-
-    placement = Placement(scenario.replicas, ruler(scenario.replicas, scenario.spare_redundancy))
-    alive = numpy.array([not scenario.lost.get(replica) for replica in range(scenario.replicas)])
-    yield from map(int, wiped_out(placement.host_table, alive))

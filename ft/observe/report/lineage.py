@@ -67,10 +67,6 @@ class Step:
         """Return replica -> digest of its state after the step, for the replicas that computed one."""
         return {replica: commit.digest for replica, commit in self.by.items() if commit.digest is not None}
 
-    @property
-    def loss(self) -> float | None:
-        return next((commit.loss for commit in self.by.values() if commit.loss is not None), None)
-
 
 @dataclass(frozen=True)
 class Lineage:

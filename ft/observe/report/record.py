@@ -40,9 +40,8 @@ from ft.record import run
 from ft.record.recoveries import Recovery, recoveries, seats_of
 from ft.record.run import NOT_ENDED, number
 from ft.show import palette
-from ft.systems.hsdp import commits, loader_state
+from ft.systems.hsdp import commits
 from ft.systems.hsdp.commits import Commit
-from ft.systems.hsdp.loader_state import LoaderState
 
 _PAPER_BETWEEN_S = 1080.0
 
@@ -459,16 +458,12 @@ class Record:
         replicas: number of a replica -> its record, for the replicas that have a folder.
         has_quorum: whether the run is one of FT-HSDP, with a quorum server and commit logs.
         events: events of the quorum server, in order of time.
-        positions: content of the file ``loader_state`` (each replica's position in the data), None without that file.
-        problem: why ``loader_state`` could not be read, or "".
     """
 
     folder: Path
     replicas: dict[int, Replica]
     has_quorum: bool
     events: list[Event] = field(default_factory=list)
-    positions: LoaderState | None = None
-    problem: str = ""
 
     @property
     def only(self) -> Replica:
@@ -610,10 +605,7 @@ def load(folder: str | Path, most: int | None = None) -> Record:
         history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
-    try:
-        return Record(folder, replicas, True, history, loader_state.read(folder))
-    except UserError as error:
-        return Record(folder, replicas, True, history, problem=error.problem)
+    return Record(folder, replicas, True, history)
 
 
 def _replica(folder: Path, most: int | None) -> Replica:
@@ -633,27 +625,22 @@ def _losses_of_one(only: Replica) -> Losses:
 
 
 def _losses(record: Record) -> Losses:
-    """Return the losses from the commit logs or, where a commit has none, from the metrics of a replica in the step.
+    """Return the losses from the metrics of a replica in the step.
 
-    The amount counts tokens where the tokens of all steps are known, else samples. Failures of replicas are marked.
+    The amount counts tokens where the metrics tell how many a sample has, else samples. Failures of replicas are
+    marked.
     """
     metrics = {replica: {m["step"]: m for m in one.metrics} for replica, one in record.replicas.items()}
     length = _tokens_per_sample(metrics)
-    knows = all(step.commit.tokens is not None for step in record.steps) or length is not None
     points, at, amount = [], {}, 0.0
     for step in record.steps:
-        samples = step.commit.batch * len(step.commit.streams)
-        tokens = step.commit.tokens if step.commit.tokens is not None else samples * (length or 0.0)
-        amount += tokens if knows else samples
+        amount += step.commit.batch * len(step.commit.streams) * (length or 1.0)
         at[step.number] = amount
         values = (metrics.get(replica, {}).get(step.number, {}) for replica in sorted(step.by))
-        known = [value for each in values if (value := number(each, "loss")) is not None]
-        loss = step.loss if step.loss is not None else next(iter(known), None)
-        if loss is not None:
-            points.append((amount, loss))
+        points += [(amount, loss) for each in values if (loss := number(each, "loss")) is not None][:1]
     failures = [one for one in record.of_kind(FAILURE) if one.first in at]
     marks = [(at[f.first], palette.FAULT) for f in failures]
-    return Losses(points, "tokens" if knows else "samples", at, marks)
+    return Losses(points, "samples" if length is None else "tokens", at, marks)
 
 
 def _tokens_per_sample(metrics: dict[int, dict[int, dict]]) -> float | None:

@@ -187,10 +187,9 @@ def problems(record: Record) -> list[str]:
     """Return sentences about samples that were lost or trained twice, and about contradictions in the record."""
     found = [*record.audit.examples, *record.audit.problems]
     more = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
-    unread = [f"loader_state: {record.problem}"] if record.problem else []
     absent = sorted(set(range(record.count)) - set(record.replicas))
     names = [f"replica {number} has no folder here: its figures come from the other replicas" for number in absent]
-    return [*found[:_MOST_PROBLEMS], *more, *unread, *names]
+    return [*found[:_MOST_PROBLEMS], *more, *names]
 
 
 def stall_line(incidents: Sequence[Incident]) -> str:

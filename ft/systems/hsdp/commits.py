@@ -1,14 +1,17 @@
 """Records that the leader (rank 0) of an FT-HSDP replica writes for every committed step (FT-HSDP, section 4.4).
 
 These are a line of JSON in the replica's commit log, ``RUN_DIR/replica-K/commits.jsonl``, and, on one replica, the
-run's ``loader_state`` file with the sample positions of all replicas (:mod:`ft.systems.hsdp.loader_state`).
+same line as the run's ``loader_state`` file: "the dataloader state of all GPUs in a single loader_state file every
+step". A replica that returns reads there how many samples each replica has taken.
 
 All members of a quorum write the same facts about the step in their commit logs, except for measurements of the writer,
 such as ``at``: the position at which its data loader really was. The report of a run (``ft.observe.report``) uses these
 lines to prove which samples were trained.
 """
 
+import contextlib
 import os
+import queue
 import threading
 import time
 from pathlib import Path
@@ -16,16 +19,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ft.base import files
 from ft.base.lines import Lines
-from ft.systems.hsdp import loader_state
-from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.samples import Count, ReplicaPosition, SampleAssignment
 
 if TYPE_CHECKING:
     from ft.job.quorum import Quorum
     from ft.systems.hsdp.work import Work
 
-NAME = "commits.jsonl"
+NAME, NEWEST = "commits.jsonl", "loader_state"
 
 
 class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,8 +45,6 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
         wall: time of the commit, in seconds since 1970.
         step_s: seconds that the step took, including retries and waits.
         wait_s: seconds of these spent on waiting for the quorum and for the all-reduce between replicas.
-        loss: mean over the tokens of all healthy replicas, None where the leader does not know it.
-        tokens: number of tokens of all healthy replicas, None where unknown.
         at: position of the writer's stream from which it read its samples, None if it read none (behind).
         digest: digest of the state of all ranks of the writer after the step, None if not wanted.
         parameters: digest of the model with which the writer computed its gradients, None if not wanted or it computed
@@ -72,8 +72,6 @@ class Commit(msgspec.Struct, frozen=True, omit_defaults=True):
     wall: float
     step_s: float = 0.0
     wait_s: float = 0.0
-    loss: float | None = None
-    tokens: Count | None = None
     at: Count | None = None
     digest: Count | None = None
     parameters: Count | None = None
@@ -132,6 +130,14 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
     return [commit for line in lines if (commit := _parse(line)) is not None]
 
 
+def newest(run_dir: Path) -> Commit | None:
+    """Return the commit in the file ``loader_state``; None if there is no such file, or it is damaged."""
+    try:
+        return _parse((run_dir / NEWEST).read_bytes())
+    except OSError:
+        return None
+
+
 def _parse(line: bytes) -> Commit | None:
     try:
         return _COMMIT.decode(line)
@@ -147,7 +153,7 @@ class Records:
 
     def __init__(self, run_dir: Path, folder: Path, replica: int, batch: int):
         self._replica, self._batch = replica, batch
-        self._commits, self._positions = CommitLog(folder), _Positions(run_dir)
+        self._commits, self._newest = CommitLog(folder), _Newest(run_dir, replica)
 
     def committed(
         self,
@@ -176,67 +182,57 @@ class Records:
                 gradients were computed.
         """
         division = work.record()
-        self._commits.write(
-            Commit(
-                step=position.step,
-                quorum=quorum.number,
-                before=before,
-                healthy=quorum.healthy,
-                behind=quorum.behind,
-                batch=self._batch,
-                assignment=position.assignment,
-                positions=dict(position.positions),
-                wall=round(time.time(), 6),
-                step_s=round(step_s, 6),
-                wait_s=round(wait_s, 6),
-                at=None if division else at,
-                digest=digest,
-                parameters=parameters,
-                **division,
-            )
+        commit = Commit(
+            step=position.step,
+            quorum=quorum.number,
+            before=before,
+            healthy=quorum.healthy,
+            behind=quorum.behind,
+            batch=self._batch,
+            assignment=position.assignment,
+            positions=dict(position.positions),
+            wall=round(time.time(), 6),
+            step_s=round(step_s, 6),
+            wait_s=round(wait_s, 6),
+            at=None if division else at,
+            digest=digest,
+            parameters=parameters,
+            **division,
         )
+        self._commits.write(commit)
         if self._replica == quorum.healthy[0]:
-            state = LoaderState(
-                position.step, quorum.number, self._batch, position.assignment, dict(position.positions)
-            )
-            self._positions.write(state)
+            self._newest.commits.put(commit)
 
     def close(self) -> None:
         self._commits.close()
-        self._positions.close()
+        self._newest.close()
 
 
-class _Positions:
-    """Writes ``loader_state`` in a thread, so that training waits neither for another replica's write nor for a disk.
+class _Newest(threading.Thread):
+    """Writes ``loader_state``, so that training does not wait for the disk.
 
-    If writing takes longer than a step, only the newest state is written.
+    Commits that come while it writes are left out, but the last one.
     """
 
-    def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
-        self._changed = threading.Condition()
-        self._newest: LoaderState | None = None
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="ft-hsdp-positions", daemon=True)
-        self._thread.start()
-
-    def write(self, state: LoaderState) -> None:
-        with self._changed:
-            self._newest = state
-            self._changed.notify()
+    def __init__(self, run_dir: Path, replica: int):
+        super().__init__(name="ft-hsdp-newest", daemon=True)
+        # A file of its own for each writer: two replicas may write at once when the quorum changes.
+        self._path, self._own = run_dir / NEWEST, run_dir / f".{NEWEST}-{replica}"
+        self.commits: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
+        self.start()
 
     def close(self) -> None:
-        """Write the newest state if it is not written yet, and end the thread."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join()
+        """Write the last commit if it is not written yet, and end the thread."""
+        self.commits.put(None)
+        self.join()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None or self._is_closing)
-                state, self._newest = self._newest, None
-            if state is None:
-                return
-            loader_state.write(self._run_dir, state)
+    def run(self) -> None:
+        taken: list[Commit | None] = []
+        while None not in taken:
+            taken = [self.commits.get()]
+            while not self.commits.empty():
+                taken.append(self.commits.get())
+            for commit in [one for one in taken if one is not None][-1:]:
+                with contextlib.suppress(OSError):  # training does not depend on the file
+                    files.replace(self._own, msgspec.json.encode(commit))
+                    self._own.replace(self._path)

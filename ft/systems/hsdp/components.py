@@ -37,8 +37,9 @@ from ft.systems.hsdp.catch_up import CatchUp, ReplicaState
 from ft.systems.hsdp.commits import Records
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.ring import Ring, RingOptions, driver
+from ft.systems.hsdp.ring import Ring, RingOptions
 from ft.systems.hsdp.ring.options import CHUNK_BYTES
+from ft.systems.hsdp.ring.ring import THREAD, RingState
 from ft.systems.hsdp.samples import ReplicaPosition
 from ft.systems.hsdp.work import Work
 from ft.worker.session import Outside, Session
@@ -126,7 +127,7 @@ def outside(parts: "Components") -> Outside:
     _state(found, parts.doing)
     threads = {agreement.THREAD, f"ft-tree-{AGREEMENT}"} if has_asked else set()
     if waits_for == exchange.RING or _waits_for_reduction():
-        threads.add(driver.THREAD)
+        threads.add(THREAD)
     return Outside(tuple(found.operations), found.counts, found.groups, frozenset(threads))
 
 
@@ -149,7 +150,7 @@ def _question(found: _Found, view: QuestionState, is_awaited: bool) -> None:
     found.operations.append(Operation(QUESTIONS, QUORUM, number, awaited=is_awaited, age_s=age_s, about=about))
 
 
-def _ring(found: _Found, ring: driver.RingState, doing: Doing, is_awaited: bool) -> None:
+def _ring(found: _Found, ring: RingState, doing: Doing, is_awaited: bool) -> None:
     """Add the ring's connecting or its last all-reduce. Their numbers count from the connecting on."""
     quorum = next((one for one in list(doing.quorums) if one.number == ring.number), None)
     if quorum is None or ring.members < 2:

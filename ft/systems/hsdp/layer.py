@@ -17,12 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ft.base.errors import UserError
 from ft.job.quorum import QuorumClient
 from ft.protection.contract import Asked, Layer, Protection, Trainer
-from ft.systems.hsdp import loader_state
+from ft.systems.hsdp import commits
 from ft.systems.hsdp.components import Components
-from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import LastSave
 from ft.systems.hsdp.replica_manager import ReplicaManager
@@ -94,26 +92,13 @@ def initial_assignment(
     elif consumed:
         # The checkpoint was written by a run without replicas, in which a single stream contained all samples.
         assignment, positions = SampleAssignment(1, 1), {0: consumed}
-    elif place.comes_back and (stored := _read_loader_state(place)) is not None:
+    elif place.comes_back and (stored := commits.newest(place.run_dir)) is not None:
         # This determines only how many samples the dataset needs; the assignment and the positions that are used for
         # training come with the state that this replica fetches from the others.
         assignment, positions = stored.assignment, dict(stored.positions)
     else:
         assignment, positions = SampleAssignment(place.replicas, block), {}
     return assignment.after(positions, step, place.replicas, block)
-
-
-def _read_loader_state(place: ReplicaContext) -> LoaderState | None:
-    """Return the contents of the file ``loader_state``; None if it is missing or damaged, as a returning replica can do
-    without it.
-    """
-    try:
-        return loader_state.read(place.run_dir)
-    except UserError as error:
-        print(
-            f"{error.problem}; the size of the dataset is computed as at the beginning of the run instead", flush=True
-        )
-        return None
 
 
 class Replicas(Protection):

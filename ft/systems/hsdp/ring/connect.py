@@ -205,7 +205,7 @@ class _Newcomer:
 
 
 class Listener:
-    """Accepts the connections of the left neighbour; used by the driver's thread.
+    """Accepts the connections of the left neighbour; used by the ring's thread.
 
     Attributes:
         taken: accepted connections of the left neighbour, by their number; code that removes one has to close it.

@@ -1,6 +1,6 @@
 """Options of FT-HSDP's all-reduce ring between replicas (FT-HSDP, section 4.2), and the result of an all-reduce."""
 
-import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ft.base.errors import RecoverableError, UserError
@@ -70,12 +70,8 @@ class Broken(RecoverableError):
         super().__init__(reason)
 
 
-class Pending:
+class Pending(Future[ReduceResult]):
     """Handle of an all-reduce that was submitted to the ring's thread."""
-
-    def __init__(self):
-        self._over = threading.Event()
-        self._outcome: ReduceResult | BaseException | None = None
 
     def wait(self) -> ReduceResult:
         """Wait until the all-reduce is over, and return its result.
@@ -87,16 +83,11 @@ class Pending:
             BaseException: this process is at fault and a retry is useless; exceptions of the ``after`` function that
                 was given to ``Ring.all_reduce`` are passed on.
         """
-        self._over.wait()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-    def is_over(self) -> bool:
-        return self._over.is_set()
+        return self.result()
 
     def end(self, outcome: ReduceResult | BaseException) -> None:
-        """Set the result; called on the ring's thread. Only the first call has an effect."""
-        if not self._over.is_set():
-            self._outcome = outcome
-            self._over.set()
+        """Set the result, or the exception that :meth:`wait` raises; called on the ring's thread, once."""
+        if isinstance(outcome, BaseException):
+            self.set_exception(outcome)
+        else:
+            self.set_result(outcome)
