@@ -45,8 +45,8 @@ def measure(arguments: argparse.Namespace) -> None:
     from ft.base.step_clock import CLOCK
     from ft.protection.stack import Protections
     from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.loop import train_step
     from megatron.ft_trainer.pretrain import assemble
-    from megatron.ft_trainer.step import train_step
     from megatron.ft_trainer.trainer import JobTrainer
 
     options, layout = options_of(arguments)
