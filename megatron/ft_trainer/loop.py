@@ -96,6 +96,8 @@ def train_step(job: Job) -> StepReport:
     job.state.step, job.state.consumed_train_samples = report.step, report.consumed_samples
     report.step_time_s = time.perf_counter() - started
     report.tokens_per_s = report.global_batch_size * job.options.data.seq_length / report.step_time_s
+    report.grad_norm = None if report.grad_norm is None else float(report.grad_norm)
+    report.loss_scale = job.trainee.optimizer.get_loss_scale().item()
     report.of_protections = job.protection.metrics()
     return report
 
@@ -192,11 +194,10 @@ def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> StepReport:
     return StepReport(
         step=job.state.step + 1,
         loss=mean_loss(reported),
-        grad_norm=None if grad_norm is None else float(grad_norm),
+        grad_norm=grad_norm,
         lr=lr,
         consumed_samples=job.state.consumed_train_samples + samples,
         global_batch_size=samples,
-        loss_scale=optimizer.get_loss_scale().item(),
         applied=applied,
         num_zeros=num_zeros,
     )

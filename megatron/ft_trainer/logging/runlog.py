@@ -36,11 +36,11 @@ class StepReport:
     lr: float
     consumed_samples: int
     global_batch_size: int
-    loss_scale: float
     applied: bool
     num_zeros: int | None
     step_time_s: float = 0.0
     tokens_per_s: float = 0.0
+    loss_scale: float = 1.0
     validation_loss: float | None = None
     of_protections: dict[str, float] = field(default_factory=dict)
 
