@@ -125,7 +125,7 @@ class CheckResult:
             that are installed here; empty if the question is about another machine.
         networks: name of a network interface of this machine -> its rate in Gb/s, None if that is not known; empty if
             the question is about another machine.
-        seams: for a checkout, each function of its trainer that protections depend on: ``file``, ``symbol``, ``status``
+        hooks: for a checkout, each function of its trainer that protections depend on: ``file``, ``symbol``, ``status``
             ("fits", "missing" or "changed"), ``differs`` and ``why``. Only runs with ``--ft-*`` flags
             depend on these functions.
     """
@@ -141,7 +141,7 @@ class CheckResult:
     notices: list[str] = field(default_factory=list)
     known_faults: list[str] = field(default_factory=list)
     networks: dict[str, float | None] = field(default_factory=dict)
-    seams: list[dict[str, str]] = field(default_factory=list)
+    hooks: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def accepted(self) -> bool:
@@ -176,7 +176,7 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> CheckResult:
         own = checkouts.parsers_flags(given)
         problems = [entry for entry in problems if _flag_of(*entry) not in own and not entry[0].startswith("--ft-")]
         findings, of_files = checkouts.examine_files(given.target)
-        answer.seams = [_described(finding) for finding in findings]
+        answer.hooks = [_described(finding) for finding in findings]
         if checkouts.is_protected_checkout(given):
             problems += [*of_files, *checkouts.examine_flags(given, world, 0)[1]]
     if options is not None:
@@ -391,10 +391,10 @@ def _text(answer: CheckResult) -> str:
     for each in answer.protections:
         lines.append(f"{each['name']} ({each['asked_by']}): {'fits' if each['fits'] else 'does not fit'}")
         lines += [f"  {entry['reason']}; {entry['fix']}" for entry in each["needs"]]
-    if answer.seams:  # the functions of a Megatron-LM checkout that protections depend on
-        changed = [each for each in answer.seams if each["differs"]]
-        fitting = len(answer.seams) - len(changed)
-        lines.append(f"checkout: {fitting} of {len(answer.seams)} functions that protections depend on are as expected")
+    if answer.hooks:  # the functions of a Megatron-LM checkout that protections depend on
+        changed = [each for each in answer.hooks if each["differs"]]
+        fitting = len(answer.hooks) - len(changed)
+        lines.append(f"checkout: {fitting} of {len(answer.hooks)} functions that protections depend on are as expected")
         lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in changed]
     lines += _networks(answer)
     lines += [f"known fault: {fault}" for fault in answer.known_faults]

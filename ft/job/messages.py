@@ -624,7 +624,7 @@ class Repair(Message):
             ranks have no source; CheckFree (section 4.2) rebuilds them from the neighbouring stages.
         lent: logical rank -> data-parallel peer, for the ranks whose state is lost although their
             pipeline stage is not. These ranks have no source; they take the weights of the peer's live model.
-        teller: logical rank whose own snapshot gives all ranks the position of ``step``, and nothing else, because
+        position_of: logical rank whose own snapshot gives all ranks the position of ``step``, and nothing else, because
             this replica has lost a part of the state: it fetches the whole state from another replica before its next
             step. No rank has a source then. None: the state is restored here.
         live: logical ranks whose models still have the weights of ``step``, unless stages are rebuilt or weights lent.
@@ -638,7 +638,7 @@ class Repair(Message):
     copies: dict[int, list[int]] = field(default_factory=dict)
     rebuilt: dict[int, Neighbours] = field(default_factory=dict)
     lent: dict[int, int] = field(default_factory=dict)
-    teller: int | None = None
+    position_of: int | None = None
     live: list[int] = field(default_factory=list)
 
 

@@ -7,14 +7,14 @@ are called at fixed points of a training step. :class:`ft.protection.stack.Stack
 trainer calls a single object, whatever systems protect the run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ft.base.errors import Problem, RecoverableError
+from ft.base.errors import RecoverableError
 from ft.protection.position import Position
 from ft.worker.session import Session
 
@@ -269,17 +269,6 @@ class Protection:
 
     def __init__(self, asked: Asked):
         self.asked = asked
-
-    @staticmethod
-    def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-        """Yield (problem, fix) for flags of this system, alone or with other flags, that cannot work. Called in every
-        run.
-
-        Args:
-            grid: sizes of the parallel groups.
-            replicas: number of replicas of the model (FT-HSDP); 0: the run has none.
-        """
-        yield from ()
 
     def connected(self, session: Session | None) -> None:
         """Handle the creation of the process groups. ``session``: this worker's place in ``ft run``, None outside."""

@@ -45,7 +45,7 @@ _MOST_FRAMES = 40
 
 
 @dataclass(frozen=True)
-class Outside:
+class AcrossReplicas:
     """What a rank does with ranks of other replicas.
 
     Attributes:
@@ -63,13 +63,13 @@ class Outside:
 
 def answer_look(session: "Session", order: Look) -> Looked:
     """Return the answer to a look."""
-    outside = session.outside() if session.outside is not None else Outside()
-    groups = session.groups.look(outside.threads) if session.groups is not None else None
+    across = session.across_replicas() if session.across_replicas is not None else AcrossReplicas()
+    groups = session.groups.look(across.threads) if session.groups is not None else None
     threads = running_threads()
     operations = groups.operations if groups is not None else ()
     trainer = next((thread for thread in threads if thread.trains), None)
     # A device carries operations out on its own. Only if its host waits, too, does the rank wait for them.
-    is_blocked = (groups is not None and groups.blocked) or any(one.awaited for one in outside.operations)
+    is_blocked = (groups is not None and groups.blocked) or any(one.awaited for one in across.operations)
     if groups is not None and not is_blocked and place(trainer) not in (COMMUNICATION, KERNEL):
         operations = tuple(dataclasses.replace(one, awaited=False) for one in operations)
     said = Rank(
@@ -78,14 +78,14 @@ def answer_look(session: "Session", order: Look) -> Looked:
         node=session.node,
         ended=session.progress.doing == "idle" and session.progress.place == "done",
         step=session.progress.step,
-        counts={**(groups.counts if groups is not None else {}), **outside.counts},
-        operations=(*operations, *outside.operations),
+        counts={**(groups.counts if groups is not None else {}), **across.counts},
+        operations=(*operations, *across.operations),
         departure=groups.departure if groups is not None else None,
         threads=tuple(threads),
         step_s=session.progress.step_time(),
     )
     members = dict(groups.members) if groups is not None else {}
-    return Looked(session.worker, order.number, to_json(said), members, dict(outside.groups))
+    return Looked(session.worker, order.number, to_json(said), members, dict(across.groups))
 
 
 def running_threads() -> list[Thread]:
@@ -171,8 +171,8 @@ class Session(protocol.Member):
         faulty_device: function (number of the fault, bit flip) that injects a bit flip into this worker's computation;
             None without redundant execution (SpareTrain).
         progress: progress that heartbeats report.
-        outside: function that returns what this rank does with ranks of other replicas, for a look; None: there are no
-            replicas.
+        across_replicas: function that returns what this rank does with ranks of other replicas, for a look; None: there
+            are no replicas.
         role: name of the part of the work that the worker does. Workers with the same role have the same work in every
             step, so that one of them that is slower than the others stands out. "": its steps are not compared.
         server: server that sends and receives snapshots.
@@ -197,7 +197,7 @@ class Session(protocol.Member):
             times=CLOCK,
         )
         self.progress.begun, self.progress.interrupted = self._on_step, self._on_interruption
-        self.outside: Callable[[], Outside] | None = None
+        self.across_replicas: Callable[[], AcrossReplicas] | None = None
         self.role = ""
         self.memory, self.touched_bytes = ReadyMemory(), private_memory()
         CLOCK.start()

@@ -152,13 +152,13 @@ def test_exactly_one_bit_of_one_element_changes(dtype):
 def hits_of(flip: Flip, executions: int = 40, values=(0,) * 8):
     """(pair, execution) that were hit, where every operator is executed twice at once."""
     told, values = [], torch.tensor(values, dtype=torch.int32)
-    falsifier, course, found = Falsifier(told.append), ExecutionCursor(), []
+    falsifier, cursor, found = Falsifier(told.append), ExecutionCursor(), []
     falsifier.arm(1, flip)
     for number in range(executions):
-        course.executed += 1
+        cursor.executed += 1
         for execution in (PRIMARY, CHECKER):
             result = values.clone()
-            falsifier.falsify(execution, "mm", course, [result])
+            falsifier.falsify(execution, "mm", cursor, [result])
             if not torch.equal(result, values):
                 found.append((number, execution))
     assert len(told) == len(found)

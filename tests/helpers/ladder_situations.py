@@ -145,7 +145,7 @@ class Oracle:
                 return step
         return None
 
-    def teller(self) -> int | None:
+    def position_of(self) -> int | None:
         """Return the newest step of which a worker has a usable snapshot of its own."""
         own = [s for h, o, s in self.held if h == o and s not in self.memory.unusable.get(h, ())]
         return max(own, default=None)
@@ -169,14 +169,14 @@ class Oracle:
         given, others, found = self.given, self.given.others, []
         late = 0.0 if others.reorders else 1.0 / others.replicas
         if self.can_use_memory():
-            newest, rebuilt, teller = self.newest(), self.can_rebuild(), self.teller()
+            newest, rebuilt, position_of = self.newest(), self.can_rebuild(), self.position_of()
             if newest is not None:
                 found.append(Possible(self._rung(newest), _loses(steps=given.step - newest), newest))
             elif rebuilt is not None:
                 loses = _loses(steps=given.step - rebuilt, exactness=_APPROXIMATE)
                 found.append(Possible("CheckFree", loses, rebuilt))
-            elif others.replicas > 1 and teller is not None:
-                found.append(Possible("another replica", _loses(exactness=_EVERY_SAMPLE, late=late), teller))
+            elif others.replicas > 1 and position_of is not None:
+                found.append(Possible("another replica", _loses(exactness=_EVERY_SAMPLE, late=late), position_of))
         restarts = given.restarts
         can_restart = restarts.used < restarts.allowed and restarts.has_room
         if others.replicas > 1 and not any(one.rung == "CheckFree" for one in found):
@@ -246,8 +246,12 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
             said.append(f"rank {rank} takes weights from rank {peer}, which has none of step {plan.step}")
         if peer not in oracle.memory.dp_peers[rank]:
             said.append(f"rank {rank} takes weights from rank {peer}, which holds another part of the model")
-    if plan.teller is not None:
-        return said if (plan.teller, plan.teller, plan.step) in oracle.held else [*said, "nobody has the position"]
+    if plan.position_of is not None:
+        return (
+            said
+            if (plan.position_of, plan.position_of, plan.step) in oracle.held
+            else [*said, "nobody has the position"]
+        )
     if sorted([*plan.sources, *plan.rebuilt, *plan.lent]) != list(oracle.memory.ranks):
         said.append("not every rank has one origin")
     return said

@@ -57,7 +57,7 @@ class FlipOne:
     def __init__(self, at: int):
         self._left = at
 
-    def falsify(self, execution, operator, course, tensors) -> None:
+    def falsify(self, execution, operator, cursor, tensors) -> None:
         if execution == PRIMARY:
             self._left -= 1
             if self._left == 0:
@@ -102,10 +102,10 @@ class Rank:
         self.side, self.nccl = torch.cuda.Stream(), torch.cuda.Stream()
         self.subject = Subject(cuda)
         self.undo = Undo(self.subject, Position())
-        strategy, course, found = AnyWindow(draw), ExecutionCursor(), Findings(cuda.device, 7)
+        strategy, cursor, found = AnyWindow(draw), ExecutionCursor(), Findings(cuda.device, 7)
         queue = Queue(found, strategy.replays, headroom=draw.choice((0.0, 500.0, 1e9)))
-        mode = DoubleExecution(course, strategy, found, queue, disturbance=None if flip is None else FlipOne(flip))
-        self.engine = Engine(course, found, queue, mode)
+        mode = DoubleExecution(cursor, strategy, found, queue, disturbance=None if flip is None else FlipOne(flip))
+        self.engine = Engine(cursor, found, queue, mode)
 
     def all_reduce(self, tensor) -> NcclWork:
         """Double the values in place, as a sum over two equal ranks; the dispatcher announces it (c10d.allreduce_)."""

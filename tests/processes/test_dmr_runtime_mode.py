@@ -24,10 +24,10 @@ class Searching(Strategy):
 
 
 def engine_of(strategy, disturbance=None) -> Engine:
-    course, findings = ExecutionCursor(), Findings(torch.device("cpu"), 99)
+    cursor, findings = ExecutionCursor(), Findings(torch.device("cpu"), 99)
     queue = Queue(findings)
-    mode = DoubleExecution(course, strategy, findings, queue, disturbance=disturbance)
-    return Engine(course, findings, queue, mode)
+    mode = DoubleExecution(cursor, strategy, findings, queue, disturbance=disturbance)
+    return Engine(cursor, findings, queue, mode)
 
 
 class Block(torch.nn.Module):
@@ -133,8 +133,8 @@ class Flip:
     def __init__(self, execution: str, phase: str, operator: str, number: int = 0):
         self._wanted, self._left = (execution, phase, operator), number
 
-    def falsify(self, execution, operator, course, tensors):
-        if (execution, course.unit.phase, operator) != self._wanted or not tensors[0].numel():
+    def falsify(self, execution, operator, cursor, tensors):
+        if (execution, cursor.unit.phase, operator) != self._wanted or not tensors[0].numel():
             return
         if self._left == 0:
             tensors[0].view(-1).view(torch.uint8)[1].bitwise_xor_(1)

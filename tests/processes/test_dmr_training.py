@@ -84,8 +84,8 @@ class Flip:
     def __init__(self, *wanted, times: int = 1):
         self.wanted, self.times, self.hit = wanted, times, []
 
-    def falsify(self, execution, operator, course, tensors):
-        self._flip((execution, course.unit.phase, operator, course.unit.microbatch, course.unit.index - 1), tensors)
+    def falsify(self, execution, operator, cursor, tensors):
+        self._flip((execution, cursor.unit.phase, operator, cursor.unit.microbatch, cursor.unit.index - 1), tensors)
 
     def deferred(self, at, tensors):
         self._flip(("checker", at.phase, at.operator, at.microbatch, at.index), tensors)

@@ -125,7 +125,7 @@ def test_a_checkout_has_its_own_protections_and_all_its_seams(root, capsys):
     line = (LINE + "--transformer-impl local --ft-hot-swap").replace("--tensor-model-parallel-size 2 ", "").split()
     assert cli.main(["check", *CHECKOUTS, str(root / "pretrain_gpt.py"), *line]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert {each["status"] for each in said["seams"]} == {"fits"} and said["layout"]["pp"] == 4
+    assert {each["status"] for each in said["hooks"]} == {"fits"} and said["layout"]["pp"] == 4
     fits = {each["name"]: each["fits"] for each in said["protections"]}
     assert fits["hot-swap"] and fits["stage rebuild"] and not fits["replicas"] and not fits["double execution"]
     assert cli.main(["check", *CHECKOUTS, str(root / "pretrain_gpt.py"), *line, "--rerun-mode", "disabled"]) == 0

@@ -60,7 +60,7 @@ REPLICAS, SPARE = Others(3), Others(3, reorders=True)
 
 
 @pytest.mark.parametrize(
-    ("rung", "situation", "teller"),
+    ("rung", "situation", "position_of"),
     [
         (recovery.STANDBY, job([1], others=REPLICAS), None),
         (recovery.REPLICA, job([1, 2], others=REPLICAS), 0),
@@ -75,10 +75,10 @@ REPLICAS, SPARE = Others(3), Others(3, reorders=True)
         (recovery.REPLICA, job(barred="an error", others=REPLICAS, restarts=NO_RESTART), None),
     ],
 )
-def test_a_replica_that_does_not_know_the_others_keeps_its_workers_and_fetches_the_state(rung, situation, teller):
-    """``teller``: the rank whose position all take; without one, the state is here, or all workers start anew."""
+def test_a_replica_that_does_not_know_the_others_keeps_its_workers_and_fetches_the_state(rung, situation, position_of):
+    """``position_of``: the rank whose position all take; without one, the state is here, or all workers start anew."""
     found = decide(situation)
-    assert found.rung == rung and (found.plan.teller if found.plan is not None else None) == teller, found
+    assert found.rung == rung and (found.plan.position_of if found.plan is not None else None) == position_of, found
     assert found.reason and found.waits
     assert found.lost.ended == (situation.restarts == NO_RESTART) and not ladder_situations.broken(situation)
 

@@ -10,19 +10,19 @@ slows all down; each figure is the median over the rounds of the median step of 
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+import in_ranks
+import small_runs
+
+from megatron import patches
+
 WARM_UP = 5
-LIMIT_S = 300
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,6 @@ def main() -> int:
     kinds = _kinds(names)
     times: dict[str, list[float]] = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as folder:
-        import small_runs
-
-        from megatron import patches
-
         patches.apply()
         corpus = small_runs.make_corpus(Path(folder))
         for each in range(options.rounds):
@@ -89,20 +85,14 @@ def _kinds(names: list[str]) -> dict[str, Part]:
     """Return all runs of a round: without protections, each part alone, and the combinations."""
     kinds = {"nothing": Part()}
     for name in names:
-        parts = [PARTS[part] for part in COMBINATIONS[name]]
+        parts = [(PARTS[part].flags, PARTS[part].options) for part in COMBINATIONS[name]]
         kinds |= {part: PARTS[part] for part in COMBINATIONS[name]}
-        kinds[name] = Part(*(" ".join(filter(None, each)) for each in zip(*map(_words, parts), strict=True)))
+        kinds[name] = Part(*(" ".join(filter(None, each)) for each in zip(*parts, strict=True)))
     return kinds
-
-
-def _words(part: Part) -> tuple[str, str]:
-    return part.flags, part.options
 
 
 def _step_s(part: Part, options: argparse.Namespace, corpus: str, folder: Path) -> float:
     """Train once, and return the median duration of a step in seconds."""
-    import small_runs
-
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
     base = small_runs.BASE.replace("--hidden-size 32", f"--hidden-size {options.hidden_size}")
@@ -110,29 +100,12 @@ def _step_s(part: Part, options: argparse.Namespace, corpus: str, folder: Path) 
     flags = f"{base} --train-iters {options.steps} --data-path {corpus} --use-distributed-optimizer"
     flags += f" --pipeline-model-parallel-size {options.pp} {part.flags}"
     if part.options or "--ft-hot-swap" in part.flags:
-        command = [
-            sys.executable,
-            "-m",
-            "ft",
-            "run",
-            "--quiet",
-            "--run-dir",
-            str(folder / "run"),
-            *part.options.split(),
-        ]
         metrics = folder / "run" / ("replica-0" if "replicas" in part.options else ".") / "metrics.jsonl"
+        start = in_ranks.protected(options.processes, folder, part.options.split())
     else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        start = in_ranks.launcher(options.processes)
         flags += f" --metrics-file {metrics}"
-    command += ["--nproc-per-node", str(options.processes), "pretrain_gpt.py", *flags.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
+    in_ranks.run([*start, "pretrain_gpt.py", *flags.split()], folder)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return statistics.median(line["step_time_s"] for line in lines[WARM_UP:])
 

@@ -12,18 +12,17 @@ the control plane is killed at the same moment.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+import in_ranks
+import small_runs as runs
 
-from ft.base import events  # noqa: E402
+from ft.base import events
+from megatron import patches
 
 COLD_S, WARM_S, SPACING_S = 4, 30, 8
-DEADLINE_S = 300
 
 
 def main(argv: list[str]) -> int:
@@ -32,18 +31,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        train(run, corpus_in(Path(folder)), arguments.rounds)
+        patches.apply()
+        train(run, runs.make_corpus(Path(folder)), arguments.rounds)
         print(json.dumps(result(run) | vars(arguments)))
     return 0
-
-
-def corpus_in(folder: Path) -> str:
-    import small_runs as runs
-
-    from megatron import patches
-
-    patches.apply()
-    return runs.make_corpus(folder)
 
 
 def plan(rounds: int) -> tuple[list[str], int]:
@@ -58,16 +49,12 @@ def plan(rounds: int) -> tuple[list[str], int]:
 
 
 def train(folder: Path, corpus: str, rounds: int) -> None:
-    import small_runs as runs
-
     faults, seconds = plan(rounds)
     command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "4", "--standby", "1", "--run-dir", str(folder)]
-    command += ["--inject", ",".join(faults), str(ROOT / "pretrain_gpt.py"), *runs.BASE.split(), "--ft-hot-swap"]
-    command += ["--train-iters", "1000000", "--data-path", corpus, "--use-distributed-optimizer"]
-    command += ["--exit-duration-in-mins", str(seconds / 60)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    command += ["--inject", ",".join(faults), str(in_ranks.ROOT / "pretrain_gpt.py"), *runs.BASE.split()]
+    command += ["--data-path", corpus, "--use-distributed-optimizer", "--ft-hot-swap"]
+    command += ["--train-iters", "1000000", "--exit-duration-in-mins", str(seconds / 60)]
+    in_ranks.run(command, folder.parent)
 
 
 def result(folder: Path) -> dict:

@@ -9,13 +9,12 @@ steps of 2,000 operations each; it is spent only when a run seems to hang.
 """
 
 import json
-import os
 import statistics
 import sys
 import time
-from multiprocessing import get_context
 from types import SimpleNamespace
 
+import in_ranks
 import torch
 import torch.distributed as dist
 
@@ -26,7 +25,24 @@ from ft.worker.session import running_threads
 ROUNDS, WARM_UP, OPERATIONS = 15, 3, 2000
 
 
-def main() -> int:
+def measure() -> None:
+    """Measure in one of two ranks; rank 0 publishes the result."""
+    dist.init_process_group("gloo")
+    gloo, (remember, look) = all_reduces(), looks()
+    if dist.get_rank() == 0:
+        in_ranks.publish(
+            {
+                "remember_us": spread(remember),
+                "all_reduce_us": spread(gloo),
+                "share": round(statistics.median(remember) / statistics.median(gloo), 4),
+                "look_ms": spread(look),
+            }
+        )
+    dist.destroy_process_group()
+
+
+def looks() -> tuple[list[float], list[float]]:
+    """Return the microseconds to remember an operation, and the milliseconds of a look, one value per round."""
     remember, look = [], []
     tensor = torch.ones(4, 8)
 
@@ -46,18 +62,21 @@ def main() -> int:
         operations, departed = history.operations(lambda entry: (True, False)), history.departure()
         json.dumps([to_json(operations), to_json(departed), to_json(running_threads())])
         look.append((time.perf_counter() - began) * 1e3)
-    gloo = _all_reduce()
-    found = {
-        "remember_us": _said(remember[2 * WARM_UP :]),
-        "all_reduce_us": _said(gloo),
-        "share": round(statistics.median(remember) / statistics.median(gloo), 4),
-        "look_ms": _said(look[WARM_UP:]),
-    }
-    print(json.dumps(found))
-    return 0
+    return remember[2 * WARM_UP :], look[WARM_UP:]
 
 
-def _said(values: list[float]) -> dict[str, float]:
+def all_reduces() -> list[float]:
+    """Return the microseconds of an all-reduce of one number between the ranks, one value per round."""
+    one, found = torch.ones(1), []
+    for _ in range(ROUNDS + WARM_UP):
+        began = time.perf_counter()
+        for _ in range(200):
+            dist.all_reduce(one)
+        found.append((time.perf_counter() - began) / 200 * 1e6)
+    return found[WARM_UP:]
+
+
+def spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {
         "median": round(statistics.median(ordered), 2),
@@ -66,33 +85,5 @@ def _said(values: list[float]) -> dict[str, float]:
     }
 
 
-def _all_reduce() -> list[float]:
-    """Return the microseconds of an all-reduce of one number between two ranks, one value per round."""
-    context = get_context("spawn")
-    answers = context.Queue()
-    port = 20000 + os.getpid() % 20000
-    ranks = [context.Process(target=_rank, args=(rank, port, answers)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found: list[float] = answers.get(timeout=120)
-    for process in ranks:
-        process.join(30)
-    return found
-
-
-def _rank(rank: int, port: int, answers) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    one, found = torch.ones(1), []
-    for _ in range(ROUNDS + WARM_UP):
-        began = time.perf_counter()
-        for _ in range(200):
-            dist.all_reduce(one)
-        found.append((time.perf_counter() - began) / 200 * 1e6)
-    if rank == 0:
-        answers.put(found[WARM_UP:])
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_ranks.main(__file__, [], 2, measure))

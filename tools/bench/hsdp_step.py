@@ -17,15 +17,16 @@ import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
-import in_replicas  # noqa: E402
+import in_ranks  # noqa: E402
 
 from ft.protection.contract import Layer  # noqa: E402
-from ft.protection.stack import Protections, Stack  # noqa: E402
+from ft.protection.stack import Stack  # noqa: E402
 
 WARM_UP = 2
 
@@ -34,12 +35,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of a replica, all data-parallel")
-    in_replicas.add_flags(parser, blocks=20)
+    in_ranks.add_flags_of_replicas(parser, blocks=20)
     parser.add_argument("--no-overlap", action="store_true", help="without --overlap-grad-reduce")
     arguments = parser.parse_args(argv)
-    options = ["--ft-hsdp-replicas", str(arguments.replicas)]
-    options += ["--nproc-per-node", str(arguments.replicas * arguments.ranks)]
-    return in_replicas.main(__file__, argv, options, lambda: measure(arguments))
+    start = partial(in_ranks.protected, options=["--ft-hsdp-replicas", str(arguments.replicas)])
+    ranks = arguments.replicas * arguments.ranks
+    return in_ranks.main(__file__, argv, ranks, lambda: measure(arguments), start=start)
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -137,30 +138,16 @@ class Side:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    from megatron import patches
+    from ft.systems.hsdp.place import ReplicaContext
+    from megatron.patches import replicas
     from megatron.patches.manifest import WITH_REPLICAS
 
-    patches.apply(WITH_REPLICAS)
-    from ft.systems.hsdp.place import ReplicaContext
-    from ft.worker.session import attach
-    from megatron.ft_trainer.initialize import init_model_parallel
-    from megatron.ft_trainer.pretrain import assemble
-    from megatron.ft_trainer.trainer import JobTrainer
-    from megatron.patches import replicas
-
-    options, layout = options_of(arguments)
-    place, session = ReplicaContext.from_environment(), attach()
-    session.init_process_group(patches.platform().backend)
-    init_model_parallel(options.core, layout)
-    protections = Protections.of(options.fault_tolerance, os.environ)
-    protections.connected(session)
-    job = assemble(options, layout, time.monotonic(), protections)
-    chunks, optimizer = job.trainee.chunks, job.trainee.optimizer
-    plain_step = optimizer.step
-    (guard,) = protections.stack(JobTrainer(job)).layers
-    parts = guard._parts
-    cross = gloo_group(in_replicas.folder(), place, session.rank)
-    gloo = GlooExchange(cross, place.replicas, len(replicas.groups_of(chunks)))
+    session, job, stack = in_ranks.protected_job(flags_of(arguments), arguments.ranks, WITH_REPLICAS)
+    place, optimizer = ReplicaContext.from_environment(), job.trainee.optimizer
+    (guard,), parts = stack.layers, stack.layers[0]._parts
+    cross = gloo_group(in_ranks.folder(), place, session.rank)
+    gloo = GlooExchange(cross, place.replicas, len(replicas.groups_of(job.trainee.chunks)))
+    plain_step = type(optimizer).step.__get__(optimizer)
     sides = {
         "ours": Side(job, guard, parts.exchange, optimizer.step),
         "gloo": Side(job, PlainReplica(gloo, place.replicas), gloo, plain_step),
@@ -169,25 +156,18 @@ def measure(arguments: argparse.Namespace) -> None:
     times = {name: [] for name in sides}
     guard.run_with_recovery(lambda: alternate(arguments, job, session, cross, sides, times, watch))
     if place.replica == 0 and session.rank == 0:
-        in_replicas.publish(result(arguments, job, times, watch))
+        in_ranks.publish(result(arguments, job, times, watch))
     session.close()
 
 
-def options_of(arguments: argparse.Namespace):
-    import small_runs as runs
-
-    from megatron.ft_trainer.arguments import check, parse
-
+def flags_of(arguments: argparse.Namespace) -> str:
     overlap = "" if arguments.no_overlap else "--overlap-grad-reduce"
-    flags = (
-        f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
-        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {in_replicas.folder()}/corpus "
-        f"--micro-batch-size {arguments.rank_batch} "
+    return (
+        f"--hidden-size {arguments.hidden_size} --num-layers {arguments.layers} --num-attention-heads 8 "
+        f"--seq-length {arguments.seq_length} --micro-batch-size {arguments.rank_batch} "
         f"--global-batch-size {arguments.rank_batch * arguments.ranks * arguments.replicas} --train-iters 100000 "
         f"--lr 1e-4 --use-distributed-optimizer {overlap}"
     )
-    options = parse(flags)
-    return options, check(options, arguments.ranks, has_te=False)
 
 
 def gloo_group(folder: Path, place, rank: int):
@@ -262,7 +242,7 @@ def result(arguments: argparse.Namespace, job, times: dict, watch: Watch) -> dic
     return {
         "bench": "hsdp_step",
         "added_ms": round(statistics.median(added), 3),
-        "added_quartiles_ms": [round(q, 3) for q in statistics.quantiles(added, n=4)],
+        "added_quartiles_ms": in_ranks.quartiles(added, 3),
         "goal_ms": round(1.0 + 0.01 * gloo_ms, 3),
         "ours_ms": round(1e3 * statistics.median(wall["ours"]), 3),
         "gloo_ms": round(gloo_ms, 3),

@@ -1,17 +1,25 @@
-"""Common part of benchmarks that measure inside the ranks of one job: starting the ranks, and getting their result."""
+"""Common part of benchmarks that measure inside the ranks of a job: starting the ranks, and getting their result. One
+script is both the command and what each rank runs.
+"""
 
+import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 _FOLDER = "BENCH_FOLDER"
+_LIMIT_S, _END_S = 600, 30
+"""Longest duration of a job, and of its end after SIGTERM, in seconds."""
 
 
 def main(
@@ -54,29 +62,92 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
 
 
-def protected(ranks: int, folder: Path) -> list[str]:
-    """Return the start of an ``ft run`` command whose run is in a folder below ``folder``."""
-    command = [sys.executable, "-m", "ft", "run", "--quiet", "--nproc-per-node", str(ranks)]
+def protected(ranks: int, folder: Path, options: Sequence[str] = ()) -> list[str]:
+    """Return the start of an ``ft run`` command, with ``options``, whose run is in a folder below ``folder``."""
+    command = [sys.executable, "-m", "ft", "run", "--quiet", "--nproc-per-node", str(ranks), *options]
     return [*command, "--run-dir", str(folder / "run")]
+
+
+def add_flags_of_replicas(parser: argparse.ArgumentParser, blocks: int) -> None:
+    """Add the flags of benchmarks that measure replicas. ``blocks``: default of --blocks."""
+    parser.add_argument("--blocks", type=int, default=blocks, help="pairs of blocks that count")
+    parser.add_argument("--block-steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--rank-batch", type=int, default=4, help="samples of a rank in a step")
 
 
 def run(command: list[str], folder: Path) -> None:
     """Run a command to its end.
 
     Raises:
-        SystemExit: it failed; the message has its last output.
+        SystemExit: it failed, or took too long; the message has its last output.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    log = folder / "console.log"
+    with open(log, "wb") as console:
+        job = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=console, stderr=subprocess.STDOUT)
+    try:
+        code = str(job.wait(_LIMIT_S))
+    except subprocess.TimeoutExpired:
+        code = f"none within {_LIMIT_S} s"
+    finally:
+        if job.poll() is None:  # also when this process is interrupted
+            job.terminate()
+            job.wait(_END_S)
+    if code != "0":
+        texts = [one.read_text(errors="replace")[-3000:] for one in (log, *sorted(folder.glob("run/**/logs/*")))]
+        raise SystemExit("\n".join([f"exit code: {code}", *texts]))
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
 
 
 def folder() -> Path:
-    """Return the folder with the corpus. Call it in a rank."""
+    """Return the folder with the corpus, which is deleted after the run."""
     return Path(os.environ[_FOLDER])
 
 
 def publish(found: dict) -> None:
-    """Publish the result. Call it in one of the ranks."""
+    """Publish the result, from one of the ranks."""
     (folder() / "result.json").write_text(json.dumps(found))
+
+
+def protected_job(flags: str, ranks: int, *features: str) -> tuple[Any, Any, Any]:
+    """Assemble the reference trainer in a worker of ``ft run``.
+
+    Args:
+        flags: its flags, beside those of a small model and the corpus.
+        ranks: number of ranks of a world.
+        features: those of ``megatron.patches.apply``.
+
+    Returns:
+        (the session, the trainer's job, the stack of its protections, which the job does not use yet).
+    """
+    import small_runs as runs
+
+    from megatron import patches
+
+    patches.apply(*features)
+    import ft
+    from ft.protection.stack import Protections
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.pretrain import assemble
+    from megatron.ft_trainer.trainer import JobTrainer
+
+    options = parse(f"{runs.BASE} --data-path {folder()}/corpus {flags}")
+    layout = check(options, ranks, has_te=False)
+    session = ft.attach()
+    session.init_process_group(patches.platform().backend)
+    init_model_parallel(options.core, layout)
+    protections = Protections.of(options.fault_tolerance, os.environ)
+    protections.connected(session)
+    job = assemble(options, layout, time.monotonic(), protections)
+    return session, job, protections.stack(JobTrainer(job))
+
+
+def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
+    """Return the three quartiles, rounded."""
+    return [round(each, digits) for each in statistics.quantiles(values, n=4)]

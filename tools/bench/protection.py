@@ -8,7 +8,6 @@ Both sides use the interruptible process groups.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -35,27 +34,13 @@ def main(argv: list[str]) -> int:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the steps with and without hot-swap on this worker; rank 0 writes the result."""
-    from megatron import patches
-
-    patches.apply()
     import torch.distributed as dist
 
-    import ft
-    from ft.protection.stack import Protections
-    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.ft_trainer.logging.runlog import count_parameters
     from megatron.ft_trainer.loop import train_step
-    from megatron.ft_trainer.pretrain import assemble
-    from megatron.ft_trainer.trainer import JobTrainer
 
-    options, layout = options_of(arguments)
-    session = ft.attach()
-    session.init_process_group(patches.platform().backend)
-    init_model_parallel(options.core, layout)
-    protections = Protections.of(options.fault_tolerance, os.environ)
-    protections.connected(session)
-    job = assemble(options, layout, time.monotonic(), protections)
-    (guard,) = protections.stack(JobTrainer(job)).layers
+    session, job, stack = in_ranks.protected_job(flags_of(arguments), arguments.ranks)
+    (guard,) = stack.layers
     optimizer, times, stats = job.trainee.optimizer, {"on": [], "off": []}, []
     protected_step = optimizer.step
 
@@ -91,20 +76,12 @@ def measure(arguments: argparse.Namespace) -> None:
     session.close()
 
 
-def options_of(arguments: argparse.Namespace):
-    """Return (the trainer's options, the sizes of its parallel groups)."""
-    import small_runs as runs
-
-    from megatron.ft_trainer.arguments import check, parse
-
-    flags = (
-        f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
-        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {in_ranks.folder()}/corpus "
-        f"--global-batch-size {arguments.global_batch_size} --train-iters 10000 --use-distributed-optimizer "
-        f"--ft-hot-swap --ft-snapshot-peers {arguments.peers}"
+def flags_of(arguments: argparse.Namespace) -> str:
+    return (
+        f"--hidden-size {arguments.hidden_size} --num-layers {arguments.layers} --num-attention-heads 8 "
+        f"--seq-length {arguments.seq_length} --global-batch-size {arguments.global_batch_size} --train-iters 10000 "
+        f"--use-distributed-optimizer --ft-hot-swap --ft-snapshot-peers {arguments.peers}"
     )
-    options = parse(flags)
-    return options, check(options, arguments.ranks, has_te=False)
 
 
 def result(arguments: argparse.Namespace, times: dict, stats: list, parameters: int, guard) -> dict:
@@ -122,7 +99,7 @@ def result(arguments: argparse.Namespace, times: dict, stats: list, parameters: 
     return {
         "bench": "protection",
         "ratio": round(statistics.median(ratios), 4),
-        "ratio_quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
+        "ratio_quartiles": in_ranks.quartiles(ratios),
         "on_s": round(statistics.median(times["on"]), 4),
         "off_s": round(statistics.median(times["off"]), 4),
         "parameters": parameters,

@@ -18,13 +18,14 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
 
-import in_replicas  # noqa: E402
-from hsdp_step import WARM_UP, gloo_group, options_of  # noqa: E402
+import in_ranks  # noqa: E402
+from hsdp_step import WARM_UP, flags_of, gloo_group  # noqa: E402
 
 RANKS = 1
 COPIES = 20
@@ -34,45 +35,30 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--redundancy", type=int, default=2)
-    in_replicas.add_flags(parser, blocks=40)
+    in_ranks.add_flags_of_replicas(parser, blocks=40)
     arguments = parser.parse_args(argv)
     arguments.replicas, arguments.ranks, arguments.no_overlap = arguments.groups, RANKS, False
     options = ["--ft-hsdp-replicas", str(arguments.groups), "--ft-spare-redundancy", str(arguments.redundancy)]
-    options += ["--nproc-per-node", str(arguments.groups * RANKS)]
-    return in_replicas.main(__file__, argv, options, lambda: measure(arguments))
+    start = partial(in_ranks.protected, options=options)
+    return in_ranks.main(__file__, argv, arguments.groups * RANKS, lambda: measure(arguments), start=start)
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    from megatron import patches
-    from megatron.patches.manifest import WITH_REPLICAS
-
-    patches.apply(WITH_REPLICAS)
-    from ft.protection.stack import Protections
     from ft.systems.hsdp.place import ReplicaContext
     from ft.systems.hsdp.work import Work
-    from ft.worker.session import attach
-    from megatron.ft_trainer.initialize import init_model_parallel
-    from megatron.ft_trainer.pretrain import assemble
-    from megatron.ft_trainer.trainer import JobTrainer
+    from megatron.patches.manifest import WITH_REPLICAS
 
-    options, layout = options_of(arguments)
-    place, session = ReplicaContext.from_environment(), attach()
-    session.init_process_group(patches.platform().backend)
-    init_model_parallel(options.core, layout)
-    protections = Protections.of(options.fault_tolerance, os.environ)
-    protections.connected(session)
-    job = assemble(options, layout, time.monotonic(), protections)
-    job.protection = protections.stack(JobTrainer(job))
-    guard = job.protection.layers[0]
-    cross = gloo_group(in_replicas.folder(), place, session.rank)
+    session, job, stack = in_ranks.protected_job(flags_of(arguments), RANKS, WITH_REPLICAS)
+    place, guard, job.protection = ReplicaContext.from_environment(), stack.layers[0], stack
+    cross = gloo_group(in_ranks.folder(), place, session.rank)
     sides = {"spare": guard._parts.work, "plain": Work(place)}
     times = {name: [] for name in sides}
     found = guard.run_with_recovery(lambda: alternate(arguments, job, guard, session, cross, sides, times))
     if place.replica == 0:
-        in_replicas.publish(found)
+        in_ranks.publish(found)
     session.close()
 
 
@@ -108,9 +94,9 @@ def result(arguments: argparse.Namespace, job, times: dict) -> dict:
     return {
         "bench": "spare_step",
         "added": round(statistics.median(added), 4),
-        "added_quartiles": [round(q, 4) for q in statistics.quantiles(added, n=4)],
+        "added_quartiles": in_ranks.quartiles(added),
         "added_cpu": round(statistics.median(added_cpu), 4),
-        "added_cpu_quartiles": [round(q, 4) for q in statistics.quantiles(added_cpu, n=4)],
+        "added_cpu_quartiles": in_ranks.quartiles(added_cpu),
         "goal": 0.02,
         "spare_ms": round(1e3 * median["spare"], 3),
         "plain_ms": round(1e3 * median["plain"], 3),

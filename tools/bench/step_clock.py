@@ -10,7 +10,6 @@ it as a part of a step.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -36,27 +35,17 @@ def main(argv: list[str]) -> int:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the steps with and without the clock on this worker; rank 0 writes the result."""
-    from megatron import patches
-
-    patches.apply()
     import torch.distributed as dist
 
-    import ft
     from ft.base.step_clock import CLOCK
-    from ft.protection.stack import Protections
-    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.ft_trainer.loop import train_step
-    from megatron.ft_trainer.pretrain import assemble
-    from megatron.ft_trainer.trainer import JobTrainer
 
-    options, layout = options_of(arguments)
-    session = ft.attach()
-    session.init_process_group(patches.platform().backend)
-    init_model_parallel(options.core, layout)
-    protections = Protections.of(options.fault_tolerance, os.environ)
-    protections.connected(session)
-    job = assemble(options, layout, time.monotonic(), protections)
-    job.protection = protections.stack(JobTrainer(job))
+    flags = (
+        f"--hidden-size {arguments.hidden_size} --num-layers {arguments.layers} --train-iters 100000 "
+        f"--use-distributed-optimizer --tensor-model-parallel-size {arguments.ranks} --ft-hot-swap"
+    )
+    session, job, stack = in_ranks.protected_job(flags, arguments.ranks)
+    job.protection = stack
     times, calls = {"on": [], "off": []}, []
 
     def block(side: str) -> None:
@@ -131,21 +120,6 @@ def cost_of_a_report() -> float:
     return statistics.median(found)
 
 
-def options_of(arguments: argparse.Namespace):
-    """Return (the trainer's options, the sizes of its parallel groups)."""
-    import small_runs as runs
-
-    from megatron.ft_trainer.arguments import check, parse
-
-    flags = (
-        f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
-        f"--data-path {in_ranks.folder()}/corpus --train-iters 100000 --use-distributed-optimizer "
-        f"--tensor-model-parallel-size {arguments.ranks} --ft-hot-swap"
-    )
-    options = parse(flags)
-    return options, check(options, arguments.ranks, has_te=False)
-
-
 def result(arguments: argparse.Namespace, times: dict, calls: float, call_s: float, report_s: float) -> dict:
     """Return the values of the JSON line.
 
@@ -161,7 +135,7 @@ def result(arguments: argparse.Namespace, times: dict, calls: float, call_s: flo
     return {
         "bench": "step_clock",
         "ratio": round(statistics.median(ratios), 4),
-        "ratio_quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
+        "ratio_quartiles": in_ranks.quartiles(ratios),
         "on_s": round(statistics.median(times["on"]), 5),
         "off_s": round(off_s, 5),
         "calls_per_step": round(calls, 1),

@@ -8,17 +8,11 @@ file and the agreement on the exit.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+import in_ranks
 
 
 def main(argv: list[str]) -> int:
@@ -29,19 +23,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--seq-length", type=int, default=128)
     arguments = parser.parse_args(argv)
-    if "RANK" in os.environ:
-        measure(arguments)
-        return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(arguments.world_size)]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder}
-        return subprocess.run([*launcher, __file__, *argv], env=environment, check=False).returncode
+    return in_ranks.main(__file__, argv, arguments.world_size, lambda: measure(arguments))
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure in one rank; rank 0 prints the result."""
-    out, sys.stdout = sys.stdout, sys.stderr  # keep the trainers' output apart from the result
+    """Measure in one rank; rank 0 publishes the result."""
     from megatron.ft_trainer.logging.quiet import quieten
 
     quieten()
@@ -51,13 +37,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    import small_runs as runs
-
-    corpus = str(Path(os.environ["BENCH_FOLDER"]) / "corpus")
-    if rank == 0:
-        runs.make_corpus(Path(corpus).parent)
-    dist.barrier()
+    corpus = str(in_ranks.folder() / "corpus")
     sides = {"plain": plain_side(arguments, corpus), "ours": our_side(arguments, corpus)}
     times = {name: [] for name in sides}
     for block in range(arguments.blocks + 2):
@@ -69,8 +49,8 @@ def measure(arguments: argparse.Namespace) -> None:
             dist.barrier()
             if block >= 2:  # the first two blocks warm up
                 times[name].append((time.perf_counter() - started) / arguments.block_steps)
-    if rank == 0:
-        print(json.dumps(result(arguments, times)), file=out)
+    if dist.get_rank() == 0:
+        in_ranks.publish(result(arguments, times))
     dist.destroy_process_group()
 
 
@@ -108,7 +88,7 @@ def our_side(arguments: argparse.Namespace, corpus: str):
     flags = (
         f"{runs.BASE} --hidden-size {arguments.hidden_size} --seq-length {arguments.seq_length} --data-path {corpus} "
         f"--train-iters {(arguments.blocks + 2) * arguments.block_steps} --exit-interval {arguments.block_steps} "
-        f"--use-distributed-optimizer --metrics-file {corpus}.jsonl --num-workers 2"
+        f"--use-distributed-optimizer --metrics-file {corpus}.jsonl"
     )
     options = parse(flags)
     job = assemble(options, check(options, dist.get_world_size(), has_te=False), time.monotonic())
@@ -125,7 +105,7 @@ def result(arguments: argparse.Namespace, times: dict[str, list[float]]) -> dict
     return {
         "bench": "step_time",
         "ratio": round(statistics.median(ratios), 4),
-        "ratio_quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
+        "ratio_quartiles": in_ranks.quartiles(ratios),
         "ours_ms": round(statistics.median(times["ours"]) * 1e3, 3),
         "plain_ms": round(statistics.median(times["plain"]) * 1e3, 3),
         "pairs": len(ratios),

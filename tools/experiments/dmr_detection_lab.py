@@ -45,10 +45,10 @@ class Catalogue:
     def restart(self) -> None:
         self.found = []
 
-    def falsify(self, execution, operator, course, tensors) -> None:
+    def falsify(self, execution, operator, cursor, tensors) -> None:
         kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
         if kinds:
-            self.found.append((operator, course.unit.phase, execution, all(kinds)))
+            self.found.append((operator, cursor.unit.phase, execution, all(kinds)))
 
     def deferred(self, at, tensors) -> None:
         kinds = [tensor.is_floating_point() for tensor in tensors if tensor.numel()]
@@ -65,9 +65,9 @@ def one_flip(tell, number: int, seed: int, indices: bool):
     class Exact(Falsifier):
         seen, armed, in_window = -1, False, False
 
-        def falsify(self, execution, operator, course, tensors):
+        def falsify(self, execution, operator, cursor, tensors):
             if self.is_it(operator, tensors):
-                super().falsify(execution, operator, course, tensors)
+                super().falsify(execution, operator, cursor, tensors)
 
         def deferred(self, at, tensors):
             if self.is_it(at.operator, tensors):

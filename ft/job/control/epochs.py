@@ -191,7 +191,7 @@ def _order_repair(state: ControlState, now: float, out: Decisions) -> None:
         copies=dict(sorted(state.copies.items())),
         rebuilt=dict(sorted(chosen.rebuilt.items())),
         lent=dict(sorted(chosen.lent.items())),
-        teller=chosen.teller,
+        position_of=chosen.position_of,
         live=[] if chosen.rebuilt or chosen.lent else _live(state, chosen.step),
     )
     state.rebuilt |= dict.fromkeys((state.places[rank].pp for rank in chosen.rebuilt), chosen.step)

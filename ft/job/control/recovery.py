@@ -148,7 +148,7 @@ class RecoveryPlan:
         sources: logical rank -> its source, for all ranks that are neither in ``rebuilt`` nor in ``lent``.
         rebuilt: logical rank -> the neighbours from whose transformer blocks it is rebuilt.
         lent: logical rank -> the data-parallel peer whose weights it takes.
-        teller: logical rank from which all ranks get the position of ``step`` if they fetch the state (REPLICA).
+        position_of: logical rank from which all ranks get the position of ``step`` if they fetch the state (REPLICA).
     """
 
     name: str
@@ -157,7 +157,7 @@ class RecoveryPlan:
     sources: Mapping[int, Source] = field(default_factory=dict)
     rebuilt: Mapping[int, Neighbours] = field(default_factory=dict)
     lent: Mapping[int, int] = field(default_factory=dict)
-    teller: int | None = None
+    position_of: int | None = None
 
 
 def plan_from_memory(memory: HostMemory, stages: Stages) -> RecoveryPlan:
@@ -203,8 +203,8 @@ def plan_fetch(memory: HostMemory, why: str) -> RecoveryPlan | None:
     ]
     if not told:
         return None
-    step, teller = max(told)
-    return RecoveryPlan(REPLICA, step, f"{why}; this replica takes the state of another one", teller=-teller)
+    step, position_of = max(told)
+    return RecoveryPlan(REPLICA, step, f"{why}; this replica takes the state of another one", position_of=-position_of)
 
 
 def _rebuild(step: int, memory: HostMemory, stages: Stages, *, again: bool) -> RecoveryPlan:

@@ -222,7 +222,7 @@ def _has_optimizer(rank: int, repair: Repair, how: str) -> bool:
     Only a rank whose state is rebuilt from other ranks' weights (CheckFree) may begin with a new optimizer state, and
     it has to. A replica that fetches its state from another one has none until then.
     """
-    if repair.teller is not None:
+    if repair.position_of is not None:
         return how == ELSEWHERE
     if rank in repair.rebuilt or rank in repair.lent:
         return how.startswith("rebuilt:")

@@ -189,6 +189,6 @@ def _values(replica: int, scenario: Scenario, decision: Decision) -> dict[str, A
         "loses": asdict(decision.lost),
         "waits": [{"limit": name, "seconds": limit} for name, limit in _waits(decision)],
         "sources": {} if plan is None else {str(r): asdict(source) for r, source in sorted(plan.sources.items())},
-        "position_of": None if plan is None else plan.teller,
+        "position_of": None if plan is None else plan.position_of,
         "rebuilt": {} if plan is None else {str(rank): beside.there for rank, beside in sorted(plan.rebuilt.items())},
     }

@@ -49,7 +49,8 @@ class Group(dist.ProcessGroup):
         ranks: logical ranks of the members, in group order.
         rank: group rank of this worker.
         state: the state that all groups of this worker share.
-        maker: the object that creates, connects and forgets groups; ``ft.state.groups.seam`` asks it for further ones.
+        maker: the object that creates, connects and forgets groups; ``ft.state.groups.torch_hook`` asks it for
+            further ones.
 
     Attributes:
         connectors: device type ("cpu" or "cuda") -> object that connects the group for tensors on such a device. The

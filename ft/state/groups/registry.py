@@ -42,8 +42,8 @@ from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
 from ft.state.groups.history import Entry, History
-from ft.state.groups.seam import BACKEND, take_over
 from ft.state.groups.state import EpochState
+from ft.state.groups.torch_hook import BACKEND, take_over
 from ft.state.groups.work import GroupWork, Message, Opaque
 
 _DEFAULT_TIMEOUT_S = 1800.0

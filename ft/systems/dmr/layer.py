@@ -128,7 +128,7 @@ def _engine(
     device = next(chunks[0].parameters()).device
     backend(device)
     digest(torch.zeros(1, device=device), seed)  # keeps the one-time costs of the first digest out of a step
-    course, findings = ExecutionCursor(), Findings(device, seed)
+    cursor, findings = ExecutionCursor(), Findings(device, seed)
     dynamic, headroom = [], 0.0
     if plan is not None:
         dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]
@@ -136,9 +136,9 @@ def _engine(
     lasting = {p.untyped_storage()._cdata for c in chunks for p in c.parameters()}
     queue = Queue(findings, strategy.replays, strategy.helpers, headroom, dynamic, lasting)
     queue.disturb = None if falsifier is None else falsifier.deferred
-    mode = OperatorMode(course, strategy, findings, queue, stage, falsifier)
+    mode = OperatorMode(cursor, strategy, findings, queue, stage, falsifier)
     messages = Messages(findings, parallel_state.get_pipeline_model_parallel_group(), len(chunks))
-    engine = Engine(course, findings, queue, mode, messages, falsifier)
+    engine = Engine(cursor, findings, queue, mode, messages, falsifier)
     engine.watch_layers(chunks, TransformerLayer)
     return engine
 

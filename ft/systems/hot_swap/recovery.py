@@ -224,9 +224,9 @@ class Recovery:
         operations, rank = self._operations, self._member.rank
         operations.prepare_restore(order)
         as_committed = True
-        if order.teller is not None:
+        if order.position_of is not None:
             as_committed = False
-            position, sources = await operations.forget_state(order.step, order.teller)
+            position, sources = await operations.forget_state(order.step, order.position_of)
         elif rank in order.rebuilt:
             self._untouched = False
             position, sources = await operations.rebuild_stage(order.step, order.rebuilt[rank])

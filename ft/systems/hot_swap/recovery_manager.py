@@ -320,11 +320,11 @@ class RecoveryManager(Layer):
         """Send the weights of this rank's live model to the data-parallel peers that take them, if there are any."""
         self._keeper.lend_weights(order, self._envelope)
 
-    async def forget_state(self, step: int, teller: int) -> tuple[dict[str, Any], dict[str, str]]:
+    async def forget_state(self, step: int, position_of: int) -> tuple[dict[str, Any], dict[str, str]]:
         """Give the state up, because this replica is going to fetch that of another replica. All ranks have to call it.
 
         Args:
-            teller: logical rank whose own snapshot has that position.
+            position_of: logical rank whose own snapshot has that position.
 
         Returns:
             a pair as ``restore_snapshot`` returns it, with the source ``ELSEWHERE``.
@@ -332,8 +332,8 @@ class RecoveryManager(Layer):
         if self._without_state is None:
             raise FallbackError("there is no other replica whose state could be fetched")
         position: dict[str, Any] = {}
-        if teller == self.session.rank:
-            position, _ = await self.restore_snapshot(step, Source(teller, teller), keep=False)
+        if position_of == self.session.rank:
+            position, _ = await self.restore_snapshot(step, Source(position_of, position_of), keep=False)
         else:
             self.snapshots.begin_at(step, self.session.epoch)
         told = tell(self._fence_tree, position)
@@ -356,7 +356,7 @@ class RecoveryManager(Layer):
         """Set the trainer's position, and choose the peers that the next snapshots are copied to."""
         self._position.set(position)
         if self._tries is not None:
-            is_exact = not (order.rebuilt or order.lent) and order.teller is None
+            is_exact = not (order.rebuilt or order.lent) and order.position_of is None
             self._tries.recovers(position["step"], is_exact)
         if self._estimated is not None and (order.rebuilt or order.lent):
             self._estimated()

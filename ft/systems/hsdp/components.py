@@ -42,7 +42,7 @@ from ft.systems.hsdp.ring.options import CHUNK_BYTES
 from ft.systems.hsdp.ring.ring import THREAD, RingState
 from ft.systems.hsdp.samples import ReplicaPosition
 from ft.systems.hsdp.work import Work
-from ft.worker.session import Outside, Session
+from ft.worker.session import AcrossReplicas, Session
 from megatron import patches
 from megatron.patches import instances, replicas
 
@@ -101,7 +101,7 @@ class Doing:
 
 @dataclass
 class _Found:
-    """The parts of an ``Outside``, while they are collected."""
+    """The parts of an ``AcrossReplicas``, while they are collected."""
 
     replica: int
     rank: int
@@ -115,7 +115,7 @@ class _Found:
         self.counts[group] = count
 
 
-def outside(parts: "Components") -> Outside:
+def across_replicas(parts: "Components") -> AcrossReplicas:
     """Return what this rank does with ranks of other replicas. Called in the thread that receives orders."""
     found = _Found(parts.place.replica, parts.session.rank)
     waits_for = parts.exchange.waits_for
@@ -128,7 +128,7 @@ def outside(parts: "Components") -> Outside:
     threads = {agreement.THREAD, f"ft-tree-{AGREEMENT}"} if has_asked else set()
     if waits_for == exchange.RING or _waits_for_reduction():
         threads.add(THREAD)
-    return Outside(tuple(found.operations), found.counts, found.groups, frozenset(threads))
+    return AcrossReplicas(tuple(found.operations), found.counts, found.groups, frozenset(threads))
 
 
 def _question(found: _Found, view: QuestionState, is_awaited: bool) -> None:

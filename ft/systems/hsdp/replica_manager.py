@@ -16,7 +16,7 @@ from ft.faults.worker import Injector
 from ft.job.messages import ASIDE, WorkerResumed
 from ft.job.quorum import MENDS, Notice, QuorumClient
 from ft.protection.contract import Layer, StepUndone, Update
-from ft.systems.hsdp.components import Components, outside
+from ft.systems.hsdp.components import Components, across_replicas
 from ft.systems.hsdp.protocol import LastSave, PassIsOver, Retry, Steps
 from ft.systems.hsdp.rank import TrainingRank
 from ft.systems.hsdp.samples import ReplicaPosition
@@ -52,7 +52,7 @@ class ReplicaManager(Layer):
     ):
         self._parts, self._load, self._rehearse, self._last_save = parts, load, rehearse, last_save
         self.session, self._position, place = parts.session, parts.position, parts.place
-        self.session.outside = lambda: outside(parts)
+        self.session.across_replicas = lambda: across_replicas(parts)
         self.is_inside = is_inside
         self._notice: Notice | None = None
         self._position.has_state = not place.comes_back

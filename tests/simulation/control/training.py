@@ -396,7 +396,7 @@ class Training:
         for rank in sorted(rank for rank, peer in order.lent.items() if peer == self._worker.rank):
             await self._collective("weights", ("weights", self._worker.rank, rank), size=2)
 
-    async def forget_state(self, step: int, teller: int) -> tuple[int, dict[str, str]]:
+    async def forget_state(self, step: int, position_of: int) -> tuple[int, dict[str, str]]:
         raise AssertionError("the simulated run has no other replicas")
 
     async def publish_parameters(self, live: Collection[int] = ()) -> None:

@@ -193,9 +193,9 @@ class Recorder(TorchDispatchMode):
             get other tokens in each iteration, so that another operator may have the same id.
     """
 
-    def __init__(self, course: ExecutionCursor, watch: HostStopwatch, storages: Callable[[], Storages], stage: int = 0):
+    def __init__(self, cursor: ExecutionCursor, watch: HostStopwatch, storages: Callable[[], Storages], stage: int = 0):
         super().__init__()
-        self._course, self._watch, self._make_storages, self._stage = course, watch, storages, stage
+        self._cursor, self._watch, self._make_storages, self._stage = cursor, watch, storages, stage
         self.takes_notes = False
         self.notes = StageRecord(stage)
         self.restart()
@@ -247,7 +247,7 @@ class Recorder(TorchDispatchMode):
         if self._waiting is not None:
             return
         self._watch.pause()
-        if kind != P2P and self._course.unit.phase not in IN_UNITS:
+        if kind != P2P and self._cursor.unit.phase not in IN_UNITS:
             kind = "dp"
         number = self._waits.get(kind, 0)
         self._waits[kind] = number + 1
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):
         self._watch.go()
 
     def _execute(self, call: Call) -> Any:
-        unit, index = self._course.count()
+        unit, index = self._cursor.count()
         self._begins()
         self._watch.begin()
         out = call.func(*call.args, **call.kwargs)
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
             self.notes.live.append(self._storages.in_use())
 
     def _described(self, identity: str, call: Call, out: Any) -> Operator:
-        storages, unit = self._storages, self._course.unit
+        storages, unit = self._storages, self._cursor.unit
         ins = storages.ids(tensors_in((call.args, call.kwargs)))
         # results in storages that existed before are none that executing the operator again would make
         outs = storages.ids([tensor for tensor in tensors_in(out) if storages.known(tensor) is None])
@@ -306,7 +306,7 @@ class Recorder(TorchDispatchMode):
             out_ids=outs,
             stage=self._stage,
             microbatch=unit.microbatch,
-            layer=self._course.layer,
+            layer=self._cursor.layer,
             chunk=unit.chunk,
             mutates=storages.ids(tensors_in(written(call))),
             rng=call.kind.random,

@@ -36,9 +36,9 @@ EP = INTRA[1]
 class ProfilingEngine(Engine):
     """An ``Engine`` that records operators and waits, and compares nothing."""
 
-    def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
+    def __init__(self, cursor: ExecutionCursor, recorder: Recorder, device: torch.device):
         findings = Findings(device, 0)
-        super().__init__(course, findings, Queue(findings), recorder)
+        super().__init__(cursor, findings, Queue(findings), recorder)
         self._recorder = recorder
 
     def window(self, kind: str) -> None:
@@ -155,12 +155,12 @@ def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profil
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
     # The memory of a CPU is shared with other processes.
     budget = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-    course = ExecutionCursor()
+    cursor = ExecutionCursor()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     recorder = Recorder(
-        course, stopwatch(device), lambda: Storages(lasting(chunks, trainer.optimizer), in_use, stage), stage
+        cursor, stopwatch(device), lambda: Storages(lasting(chunks, trainer.optimizer), in_use, stage), stage
     )
-    engine = ProfilingEngine(course, recorder, device)
+    engine = ProfilingEngine(cursor, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
     left_out = () if unstable is None else read_unstable(Path(unstable)).operators

@@ -70,14 +70,14 @@ class Engine:
 
     def __init__(
         self,
-        course: ExecutionCursor,
+        cursor: ExecutionCursor,
         findings: Findings,
         queue: Queue,
         mode: DoubleExecution,
         messages: Messages | None = None,
         falsifier: "Falsifier | None" = None,
     ):
-        self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
+        self.cursor, self.findings, self.queue, self.mode = cursor, findings, queue, mode
         self._messages, self._falsifier = messages, falsifier
         self._collectives = Collectives(findings, None if falsifier is None else self._falsify_reduced)
         self._scripts = RecomputationSteps()
@@ -89,7 +89,7 @@ class Engine:
     def iteration(self, microbatches: int, *, learns: bool = False) -> Iterator[None]:
         """Return a context in which the operators of one iteration are verified. ``learns``: whether the iteration
         before was wrong on any rank; see :meth:`opaque.OpaqueCalls.restart`."""
-        self.course.restart()
+        self.cursor.restart()
         self.findings.restart()
         self.queue.restart()
         self._collectives.restart()
@@ -117,7 +117,7 @@ class Engine:
         with self.unwatched():
             self.queue.drain()
             self._collectives.finish()
-        self.course.update()
+        self.cursor.update()
 
     def coverage(self) -> dict[str, int]:
         """Return the number of operators of the last iteration by how they were verified.
@@ -178,7 +178,7 @@ class Engine:
 
     def _layer_begins(self, number: int, *, is_first: bool) -> Callable:
         def begins(_module, inputs):
-            self.course.layer = number
+            self.cursor.layer = number
             if is_first and inputs and self.is_active:
                 self._mark(inputs[0], NO_LAYER)
 
@@ -186,7 +186,7 @@ class Engine:
 
     def _layer_ends(self, number: int) -> Callable:
         def ends(_module, _inputs, outputs):
-            self.course.layer = NO_LAYER
+            self.cursor.layer = NO_LAYER
             if self.is_active:
                 for tensor in tensors_in(outputs)[:1]:
                     self._mark(tensor, number)
@@ -198,7 +198,7 @@ class Engine:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
 
             def enter(_gradient: torch.Tensor) -> None:
-                self.course.layer = number
+                self.cursor.layer = number
 
             tensor.register_hook(enter)
 
@@ -224,24 +224,24 @@ class Engine:
             outputs_of: takes the result of ``step`` and returns what is sent to the next stage.
             number: number of the microbatch; None: the next one of the chunk.
         """
-        microbatch = self.course.forward(chunk, number)
+        microbatch = self.cursor.forward(chunk, number)
         self._received(RECEIVED_FORWARD, chunk, microbatch, inputs)
         result = step()
         made = outputs_of(result)
         self._exchanged(SENT_FORWARD, chunk, microbatch, tensors_in(made))
         for tensor in tensors_in(made):
-            self.course.made(tensor, chunk, microbatch)
-        self.course.outside()
+            self.cursor.made(tensor, chunk, microbatch)
+        self.cursor.outside()
         return result
 
     def backward_step(self, step: Callable[[], Any], output: Any, gradients: Any) -> Any:
         """Run ``step``, the backward pass from ``output``, and return its result."""
         first = next(iter(tensors_in(output)), output)
-        chunk, microbatch = self.course.backward(first)
+        chunk, microbatch = self.cursor.backward(first)
         self._received(RECEIVED_BACKWARD, chunk, microbatch, gradients)
         result = step()
         self._exchanged(SENT_BACKWARD, chunk, microbatch, tensors_in(result))
-        self.course.outside()
+        self.cursor.outside()
         return result
 
     def recomputed(self, function: Callable) -> Callable:
@@ -303,7 +303,7 @@ class Engine:
         if not self.is_active or source.device.type != self.findings.device.type or dist.get_rank(group) < 0:
             return None
         with self.unwatched():
-            at = self.course.at(kind, self.course.unit.index)
+            at = self.cursor.at(kind, self.cursor.unit.index)
             details = {"op": op, "splits": splits, "is_coalesced": is_coalesced}
             return self._collectives.begin(kind, group, outputs, source, at, **details)
 
@@ -344,7 +344,7 @@ class Engine:
         tensors = tensors_in(payload)
         if self._falsifier is not None and tensors:
             with self.unwatched():
-                self._falsifier.falsify(None, "p2p", self.course, tensors)
+                self._falsifier.falsify(None, "p2p", self.cursor, tensors)
         self._exchanged(kind, chunk, microbatch, tensors)
 
     def _exchanged(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -353,7 +353,7 @@ class Engine:
                 self._messages.record(kind, chunk, microbatch, tensors)
 
     def _falsify_reduced(self, tensor: torch.Tensor) -> None:
-        self._falsifier.falsify(None, "all-reduce", self.course, [tensor])
+        self._falsifier.falsify(None, "all-reduce", self.cursor, [tensor])
 
     def _primary(self, segment: Segment, function: Callable, args: Sequence[Any]) -> Any:
         self.mode.segment, self.mode.again = segment, False
@@ -363,8 +363,8 @@ class Engine:
             self.mode.segment = None
 
     def _again(self, segment: Segment | None, function: Callable, args: Sequence[Any]) -> Any:
-        unit = self.course.recompute()
-        layer = self.course.layer
+        unit = self.cursor.recompute()
+        layer = self.cursor.layer
         if segment is not None:
             segment.begin_again()
         self.mode.segment, self.mode.again = segment, True
@@ -372,8 +372,8 @@ class Engine:
             return function(*args)
         finally:  # torch's own checkpointing stops the recomputation early by raising an exception
             self.mode.segment, self.mode.again = None, False
-            self.course.back(unit)
-            self.course.layer = layer
+            self.cursor.back(unit)
+            self.cursor.layer = layer
             if segment is not None:
                 with self.unwatched():
                     segment.end_again()

@@ -91,7 +91,7 @@ class Falsifier:
         self._armed = [*self._armed, _Armed(number, flip, random.Random(f"{flip.seed}/{number}"))]
 
     def falsify(
-        self, execution: str | None, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]
+        self, execution: str | None, operator: str, cursor: ExecutionCursor, tensors: Sequence[torch.Tensor]
     ) -> None:
         """Corrupt tensors before they are compared: results of an operator in a first or second execution (PRIMARY,
         CHECKER), or, if ``execution`` is None, what was received by the kind of communication ``operator``."""
@@ -102,8 +102,8 @@ class Falsifier:
             for fault in due:
                 self.arm(fault.number, fault.flip)
         for one in self._armed:
-            if one.flip.fits(operator, course.unit.phase, execution):
-                self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
+            if one.flip.fits(operator, cursor.unit.phase, execution):
+                self._consider(one, execution, cursor.at(operator, 0), tensors, cursor.executed)
 
     def deferred(self, at: OperatorCall, tensors: Sequence[torch.Tensor]) -> None:
         """Corrupt the results of a deferred second execution. Stuck bits are not applied here: for them, ``falsify``
@@ -234,8 +234,8 @@ def make_falsifier(
     awaits_more = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
     if not planned and not awaits_more:
         return None
-    teller = FlipReporter(step, session)
-    falsifier = Falsifier(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
+    reporter = FlipReporter(step, session)
+    falsifier = Falsifier(reporter.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
     if session is not None:
         session.faulty_device = falsifier.arm
     return falsifier

@@ -58,7 +58,7 @@ class DoubleExecution(TorchDispatchMode):
 
     def __init__(
         self,
-        course: ExecutionCursor,
+        cursor: ExecutionCursor,
         strategy: Strategy,
         findings: Findings,
         queue: Queue,
@@ -66,7 +66,7 @@ class DoubleExecution(TorchDispatchMode):
         disturbance: "Falsifier | None" = None,
     ):
         super().__init__()
-        self._course, self._strategy, self._findings, self._queue = course, strategy, findings, queue
+        self._cursor, self._strategy, self._findings, self._queue = cursor, strategy, findings, queue
         self._stage, self._disturbance = stage, disturbance
         self.restart()
 
@@ -107,7 +107,7 @@ class DoubleExecution(TorchDispatchMode):
             self._queue.before_change(tensors_in(written(call)))
         if not is_counted(call):
             return execute(func, args, kwargs)
-        unit, index = self._course.count()
+        unit, index = self._cursor.count()
         decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed(call))
         self.position = decision.ordinal or self.position
         if self.segment is not None:
@@ -118,7 +118,7 @@ class DoubleExecution(TorchDispatchMode):
         state = state_before(call) if self._queue.helpers and kind.random else None
         if decision.set == PIGGYBACK and self.again and self.segment.is_extra(kind.name):
             out = self._at_once(call, index)
-            self.segment.again(self._course.at(kind.name, index), results(call, out))
+            self.segment.again(self._cursor.at(kind.name, index), results(call, out))
         elif decision.set == PIGGYBACK:
             out = execute(func, args, kwargs)
             self._with_recomputation(call, out, index)
@@ -131,7 +131,7 @@ class DoubleExecution(TorchDispatchMode):
         if self._queue.helpers and not kind.written:
             name = operator_id(self._stage, unit.phase, unit.chunk, unit.microbatch, index)
             if name in self._queue.helpers:
-                self._queue.help(name, Execution(self._course.at(kind.name, index), call, out, state))
+                self._queue.help(name, Execution(self._cursor.at(kind.name, index), call, out, state))
         return out
 
     def count(self, way: str) -> None:
@@ -172,10 +172,10 @@ class DoubleExecution(TorchDispatchMode):
         return out
 
     def _compare(self, call: Call, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        self._findings.pair(self._course.at(call.kind.name, index), AT_ONCE, ours, theirs)
+        self._findings.pair(self._cursor.at(call.kind.name, index), AT_ONCE, ours, theirs)
 
     def _with_recomputation(self, call: Call, out: Any, index: int) -> None:
-        outs, at = results(call, out), self._course.at(call.kind.name, index)
+        outs, at = results(call, out), self._cursor.at(call.kind.name, index)
         self.disturb(CHECKER if self.again else PRIMARY, call.kind.name, outs)
         (self.segment.again if self.again else self.segment.primary)(at, outs)
 
@@ -184,11 +184,11 @@ class DoubleExecution(TorchDispatchMode):
         out = execute(call.func, call.args, call.kwargs)
         outs = tensors_in(out)
         self.disturb(PRIMARY, call.kind.name, outs)
-        if not self._queue.put(Execution(self._course.at(call.kind.name, index), call, out, state), decision):
+        if not self._queue.put(Execution(self._cursor.at(call.kind.name, index), call, out, state), decision):
             self._compare(call, index, outs, tensors_in(execute_again(call, state)))
         return out
 
     def disturb(self, execution: str, operator: str, tensors: Sequence[torch.Tensor]) -> None:
         """Let the disturbance corrupt the results of an execution, PRIMARY or CHECKER, before they are compared."""
         if self._disturbance is not None:
-            self._disturbance.falsify(execution, operator, self._course, tensors)
+            self._disturbance.falsify(execution, operator, self._cursor, tensors)

@@ -396,9 +396,9 @@ class OpaqueCalls:
             self._is_inside, mode.is_passing = False, is_passing
 
     def _verified(self, name: str, run: Callable[[], Executed], roots: Mapping[str, Any]) -> Executed:
-        mode, course = self._engine.mode, self._engine.course
+        mode, cursor = self._engine.mode, self._engine.cursor
         self._number += 1
-        at = replace(course.at(name, course.unit.index), call=self._number)
+        at = replace(cursor.at(name, cursor.unit.index), call=self._number)
         with self._engine.unwatched():
             before = Reachable(roots)
         call = _Call(at, run, before, self._seen[name], self._changed[name], self._agreed.get(name))
