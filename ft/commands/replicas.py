@@ -26,9 +26,9 @@ from ft.job.replicas import flags, places
 from ft.job.replicas.flags import Replicas, wanted
 from ft.job.replicas.host import FOLDER, QuorumHost
 from ft.job.replicas.launcher import Launcher, MergedConsole
-from ft.job.replicas.member import Member
-from ft.job.replicas.places import Part, devices_of, parts_of
-from ft.job.replicas.stand_in import Lookout, Place
+from ft.job.replicas.member import ReplicaMember
+from ft.job.replicas.places import LauncherPart, devices_of, parts_of
+from ft.job.replicas.stand_in import LauncherPlace, Lookout
 from ft.platform import election, network, slurm
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
@@ -60,7 +60,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     make_run_dir(whole, True, [_folder(part, whole) for part in parts], FOLDER)
     supervisor = Supervisor()
 
-    def members_of(parts: list[Part], is_late: bool) -> list[Member]:
+    def members_of(parts: list[LauncherPart], is_late: bool) -> list[ReplicaMember]:
         return [_member(part, whole, asked, planned.get(part.replica, []), supervisor, is_late) for part in parts]
 
     members = members_of(parts, asked.only is not None)
@@ -78,7 +78,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     if place is not None:
         place.begin()
 
-    def members_at(number: int) -> list[Member]:
+    def members_at(number: int) -> list[ReplicaMember]:
         return members_of(_parts_at(number, whole, asked), True)
 
     least = asked.min_count
@@ -95,7 +95,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
 
 def prepare(
     given: argparse.Namespace, job: MpiJob | SlurmJob | None
-) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], RunProtection]:
+) -> tuple[Replicas, RunOptions, list[LauncherPart], dict[int, list[inject.Fault]], RunProtection]:
     """Return the replica settings, the run's options, this node's parts, the faults by replica, and the protection.
 
     A part is the share of this node in one replica: how many of the node's workers belong to that replica.
@@ -143,7 +143,7 @@ def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
     return replace(whole, local_addr=network.own_address(host, port, is_host=False))
 
 
-def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
+def parts_here(whole: RunOptions, asked: Replicas) -> list[LauncherPart]:
     """Return the parts of replicas that this node runs.
 
     Raises:
@@ -151,11 +151,15 @@ def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
     """
     cluster = whole.cluster
     if asked.only is not None:
-        return [Part(asked.only, cluster.nnodes, cluster.node_rank, whole.nproc, standby_nodes=cluster.standby_nodes)]
+        return [
+            LauncherPart(
+                asked.only, cluster.nnodes, cluster.node_rank, whole.nproc, standby_nodes=cluster.standby_nodes
+            )
+        ]
     return _parts_at(cluster.node_rank, whole, asked)
 
 
-def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOptions:
+def replica_options(part: LauncherPart, whole: RunOptions, asked: Replicas) -> RunOptions:
     """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own."""
     host, port = _host(whole), 0
     if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
@@ -175,7 +179,7 @@ def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOption
     )
 
 
-def _folder(part: Part, whole: RunOptions) -> Path:
+def _folder(part: LauncherPart, whole: RunOptions) -> Path:
     return whole.run_dir / f"replica-{part.replica}"
 
 
@@ -193,7 +197,7 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
     return f"r{asked.only}n{cluster.node_rank}", asked.only * cluster.nnodes + cluster.node_rank
 
 
-def _place(name: str, whole: RunOptions, asked: Replicas, parts: list[Part]) -> Place | None:
+def _place(name: str, whole: RunOptions, asked: Replicas, parts: list[LauncherPart]) -> LauncherPlace | None:
     """Return the object that holds the lease of this node's place, None in runs without standby nodes."""
     cluster, lookout = whole.cluster, None
     if not cluster.standby_nodes or asked.only is not None:
@@ -202,17 +206,17 @@ def _place(name: str, whole: RunOptions, asked: Replicas, parts: list[Part]) -> 
         others = [place for place in range(cluster.nnodes) if place != cluster.node_rank]
         replicas_of = {place: [part.replica for part in _parts_at(place, whole, asked)] for place in others}
         lookout = Lookout(whole.run_dir, parts, cluster.node_rank, replicas_of)
-    return Place(whole.run_dir, name, cluster.node_rank, lookout)
+    return LauncherPlace(whole.run_dir, name, cluster.node_rank, lookout)
 
 
-def _parts_at(place: int, whole: RunOptions, asked: Replicas) -> list[Part]:
+def _parts_at(place: int, whole: RunOptions, asked: Replicas) -> list[LauncherPart]:
     cluster = whole.cluster
     return parts_of(place, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
 
 
 def _member(
-    part: Part, whole: RunOptions, asked: Replicas, planned: list, supervisor: Supervisor, is_late: bool
-) -> Member:
+    part: LauncherPart, whole: RunOptions, asked: Replicas, planned: list, supervisor: Supervisor, is_late: bool
+) -> ReplicaMember:
     own = replica_options(part, whole, asked)
     if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
         raise UserError(
@@ -220,10 +224,10 @@ def _member(
             "choose another --run-dir, or end the running replica",
         )
     environment = _environment(part, whole, asked, os.environ)
-    return Member(part, own, planned, environment, supervisor, is_late)
+    return ReplicaMember(part, own, planned, environment, supervisor, is_late)
 
 
-def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:
+def _environment(part: LauncherPart, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:
     values = {
         **asked.environment(),
         "FT_HSDP_REPLICA": str(part.replica),
@@ -248,7 +252,7 @@ def _sound(whole: RunOptions, present: Mapping[str, str]) -> tuple[str | None, i
     return ",".join(name for number, name in enumerate(names[:count]) if number not in bad), count - len(bad)
 
 
-def _announcement(whole: RunOptions, asked: Replicas, parts: list[Part]) -> str:
+def _announcement(whole: RunOptions, asked: Replicas, parts: list[LauncherPart]) -> str:
     each = f"{parts[0].world_size} logical ranks on {parts[0].training_nodes} node(s) each"
     numbers = ", ".join(str(part.replica) for part in parts)
     here = f"standbys of {numbers}" if parts[0].is_standby else numbers

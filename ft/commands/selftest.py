@@ -15,7 +15,7 @@ from ft.base.errors import Problems, UserError
 from ft.base.flags import Parser
 from ft.base.quantities import argument, between, count
 from ft.lab.selftest import session
-from ft.lab.selftest.session import Executor, Interrupted, Place, Plan, SelfTest, as_text, as_values
+from ft.lab.selftest.session import Executor, Interrupted, NodePlace, SelfTest, TestPlan, as_text, as_values
 from ft.lab.selftest.table import CHECKS, chosen
 from ft.platform import slurm
 
@@ -89,13 +89,13 @@ def main(given: argparse.Namespace) -> int:
     return 0 if outcome.passed else 1
 
 
-def plan_of(given: argparse.Namespace, job: slurm.SlurmJob | None, environment: Mapping[str, str]) -> Plan:
+def plan_of(given: argparse.Namespace, job: slurm.SlurmJob | None, environment: Mapping[str, str]) -> TestPlan:
     """Return what the flags ask for.
 
     Raises:
         UserError: lists every problem of the flags.
     """
-    problems, checks, planted, place = Problems(), list(CHECKS), [], Place()
+    problems, checks, planted, place = Problems(), list(CHECKS), [], NodePlace()
     with problems:
         checks = checks if given.only is None else chosen(given.only, "--only")
     with problems:
@@ -113,10 +113,10 @@ def plan_of(given: argparse.Namespace, job: slurm.SlurmJob | None, environment: 
         raise UserError(f"--run-dir {run_dir} is not safe from other users: {problem}", "give a new folder of your own")
     if (run_dir / "node-0").exists():
         raise UserError(f"{run_dir} holds a self-test already", "give --run-dir a new folder")
-    return Plan(checks, frozenset(check.name for check in planted), 60 * given.minutes, run_dir, given.gpus, place)
+    return TestPlan(checks, frozenset(check.name for check in planted), 60 * given.minutes, run_dir, given.gpus, place)
 
 
-def place_of(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Place:
+def place_of(given: argparse.Namespace, job: slurm.SlurmJob | None) -> NodePlace:
     """Return this node's place among the nodes, from the flags or from Slurm.
 
     Raises:
@@ -130,7 +130,7 @@ def place_of(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Place:
     if number == 1:
         if given.node_rank or given.rdzv_endpoint:
             raise UserError("--node-rank and --rdzv-endpoint are for several nodes", "give --nodes too")
-        return Place()
+        return NodePlace()
     if rank is None or endpoint is None:
         raise UserError(
             f"--nodes {number} outside Slurm needs this node's number and the address of node 0",
@@ -141,7 +141,7 @@ def place_of(given: argparse.Namespace, job: slurm.SlurmJob | None) -> Place:
     host, _, port = endpoint.partition(":")
     if not host or (port and not port.isdecimal()):
         raise UserError(f"--rdzv-endpoint {endpoint} is not HOST:PORT", "such as node1:29400")
-    return Place(rank, number, host, int(port or _PORT))
+    return NodePlace(rank, number, host, int(port or _PORT))
 
 
 def _on_all_nodes(given: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ft.base import bounded_json
-from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, NotAMember, Party, Refused, accept, dial, is_equal
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, HandshakeRefused, NotAMember, Party, accept, dial, is_equal
 
 _ROW = 8192
 
@@ -381,7 +381,7 @@ class Stream:
         Raises:
             OSError: the other end is gone.
             NotAMember: the other end uses another protocol, or does not prove that it belongs to the run.
-            Refused: the other end says that it belongs to another run.
+            HandshakeRefused: the other end says that it belongs to another run.
             BadFrame: the bytes received are not what a member of the run has sent.
         """
         try:
@@ -416,7 +416,7 @@ class Stream:
             return None
         sealed, is_dialer = self._take(PROOF_BYTES), self._party.is_dialer
         if is_dialer and sealed == self._party.REFUSAL:
-            raise Refused
+            raise HandshakeRefused
         if self._party.open(self._theirs, sealed) is None:
             self._out += b"" if is_dialer else self._party.REFUSAL
             self.flush()

@@ -34,7 +34,7 @@ _SCHEME, _ROLES = "ft-handshake-1", ("acceptor", "dialer")
 _LENGTH = struct.Struct("<Q")
 
 
-class Refused(FtError):
+class HandshakeRefused(FtError):
     """One end does not know the token that the other end's run uses."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def dial(
         The acceptor's challenge and its message.
 
     Raises:
-        Refused: the acceptor belongs to another run.
+        HandshakeRefused: the acceptor belongs to another run.
         NotAMember: the acceptor belongs to no run.
         OSError: the connection is lost; TimeoutError if the time is up.
     """
@@ -143,7 +143,7 @@ def dial(
         stream.send(party.greeting() + party.seal(theirs, message))
         sealed = stream.take(reply_bytes + PROOF_BYTES)
     if sealed.endswith(party.REFUSAL):
-        raise Refused
+        raise HandshakeRefused
     reply = party.open(theirs, sealed)
     if reply is None:
         raise NotAMember("the other end does not prove that it is a member of this run")
@@ -168,7 +168,7 @@ def accept(
         The dialer's challenge (``theirs``) and its message.
 
     Raises:
-        Refused: the dialer does not prove that it belongs to this run.
+        HandshakeRefused: the dialer does not prove that it belongs to this run.
         NotAMember: the dialer uses another protocol.
         OSError: the connection is lost; TimeoutError if the time is up.
     """
@@ -178,7 +178,7 @@ def accept(
         message = party.open(theirs, stream.take(message_bytes + PROOF_BYTES))
         if message is None:
             stream.send(bytes(reply_bytes) + party.REFUSAL)
-            raise Refused
+            raise HandshakeRefused
     return theirs, message
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ft.net.framed import BadFrame, FramedChannel, ReceivedMessage, Stream
-from ft.net.handshake import NotAMember, Refused
+from ft.net.handshake import HandshakeRefused, NotAMember
 from ft.net.streams import Network
 
 HELLO_S = 5.0
@@ -133,7 +133,7 @@ class Listener:
             with self._lock:
                 self._channels[channel] = True
             self._serve(channel, peer)
-        except (BadFrame, Refused, NotAMember) as error:
+        except (BadFrame, HandshakeRefused, NotAMember) as error:
             self._notes.tell(f"refused {peer}: {str(error)[:200]!a}")
         except OSError:
             pass  # the peer is gone or too slow, and reports the failure of its own operation

@@ -329,7 +329,7 @@ def unpack(frame: bytes | memoryview) -> tuple[int, Key, int, memoryview]:
 
 
 @dataclass
-class Stream:
+class RelayStream:
     """One end of a stream.
 
     Attributes:
@@ -481,7 +481,7 @@ class Relay:
         self._world, self._folder, self._listener = world, folder, listener
         self._generation = world.generation
         self._numbers = itertools.count()
-        self._streams: dict[Key, Stream] = {}
+        self._streams: dict[Key, RelayStream] = {}
         self._selector = selectors.DefaultSelector()
         self._watched: dict[Key, int] = {}
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -527,7 +527,7 @@ class Relay:
 
     def _dial(self, connection: socket.socket, peer: int, name: str) -> None:
         key = (self._world.rank, next(self._numbers), True)
-        stream = self._streams[key] = Stream(key, peer, connection, self._world.send)
+        stream = self._streams[key] = RelayStream(key, peer, connection, self._world.send)
         if peer not in self._world.members:
             stream.fail(f"the MPI process of node {peer} is gone".encode())
         elif len(self._streams) > _MAX_STREAMS:
@@ -536,7 +536,7 @@ class Relay:
             self._world.send(peer, pack(OPEN, other(key), rest=name.encode()))
         self._watch(stream)
 
-    def _serve(self, stream: Stream, mask: int) -> None:
+    def _serve(self, stream: RelayStream, mask: int) -> None:
         if stream.over:
             return
         if mask & selectors.EVENT_WRITE:
@@ -545,7 +545,7 @@ class Relay:
             stream.pull()
         self._watch(stream)
 
-    def _watch(self, stream: Stream) -> None:
+    def _watch(self, stream: RelayStream) -> None:
         """Register the stream's next operations with the selector, or close a stream that is over."""
         key, wanted = stream.key, 0
         if not stream.over:
@@ -588,7 +588,7 @@ class Relay:
                 connection.close()
             self._world.send(source, pack(RESET, other(key), rest=f"no worker listens there: {error}".encode()))
             return
-        stream = self._streams[key] = Stream(key, source, connection, self._world.send, is_open=True)
+        stream = self._streams[key] = RelayStream(key, source, connection, self._world.send, is_open=True)
         self._world.send(source, pack(OPENED, other(key)))
         self._watch(stream)
 

@@ -26,7 +26,7 @@ from torch._C import _distributed_c10d as c10d
 from ft.base.errors import FtError, UserError
 from ft.net.backoff import Backoff
 from ft.net.framed import BadFrame, FramedChannel, Mark, ReceivedMessage, Stream
-from ft.net.handshake import NotAMember, Refused
+from ft.net.handshake import HandshakeRefused, NotAMember
 from ft.net.listener import Acceptor
 from ft.platform import sockets
 
@@ -354,7 +354,7 @@ def _connect(address: str, token: str, timeout_s: float) -> FramedChannel:
             return _dial(host, int(port), token, max(0.1, until - time.monotonic()))
         except NotAMember as error:
             raise ConnectionError(f"{address} is no store of a run: {error}") from error
-        except Refused as error:
+        except HandshakeRefused as error:
             raise UserError(
                 f"the store at {address} belongs to another run: it refuses this one's token",
                 "start each run with a --run-dir and an endpoint of its own",

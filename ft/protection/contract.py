@@ -44,7 +44,7 @@ class Update(Protocol):
     applied: bool
 
 
-class Stream(Protocol):
+class SampleOrder(Protocol):
     """The order in which all samples of a dataset, or a part of them, are read."""
 
     def index(self, position: int) -> int:
@@ -62,7 +62,7 @@ class DataShare(Protocol):
         position: number of the sample in the stream to start with.
     """
 
-    stream: Stream
+    stream: SampleOrder
     position: int
 
     def needed(self, steps: int, batch: int) -> int:
@@ -292,10 +292,10 @@ class Protection:
 class StreamView(torch.utils.data.Dataset[Any]):
     """The samples of ``base`` that belong to ``stream``, in the order of the stream."""
 
-    def __init__(self, base: Any, stream: Stream):
+    def __init__(self, base: Any, stream: SampleOrder):
         self.base, self.stream = base, stream
 
-    def follow(self, stream: Stream) -> None:
+    def follow(self, stream: SampleOrder) -> None:
         """Switch to another stream.
 
         Call ``seek`` on the data loaders afterwards, because they have prefetched samples of the old stream.

@@ -9,7 +9,7 @@ from typing import Protocol
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.snapshot.buffers import Slot
-from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
+from ft.state.snapshot.copier import Copier, CopyPlan, Progress, device_of, tables_of, write_back
 from ft.state.snapshot.state import Sections, pack_meta, unpack_meta
 
 
@@ -31,7 +31,7 @@ class OwnCopy:
 
     def __init__(self) -> None:
         self._slot, self._copier = Slot(), Copier()
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._progress: Progress | None = None
         self._error: BaseException | None = None
 
@@ -43,7 +43,7 @@ class OwnCopy:
         """Start copying the live tensors."""
         if self._plan is None or not self._plan.fits(self._slot, sections):
             self._slot.fit(tables_of(sections), pinned=device_of(sections) is not None)
-            self._plan = Plan(self._slot, sections)
+            self._plan = CopyPlan(self._slot, sections)
         self._progress = self._copier.start(self._plan, self._note)
 
     def free(self) -> None:

@@ -25,7 +25,7 @@ _BEFORE_S = 6.0
 """Seconds before a fault was detected within which the look at it was taken; it is taken once in 5 s at most."""
 
 
-class Cause(NamedTuple):
+class ToldCause(NamedTuple):
     """The cause of a hang, for people.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cause(NamedTuple):
     more: str
 
 
-def cause_of_hang(run: Path, history: Sequence[events.Event], recovery: Recovery) -> Cause | None:
+def cause_of_hang(run: Path, history: Sequence[events.Event], recovery: Recovery) -> ToldCause | None:
     """Return the cause of a hang; None if the run has taken no look, or nobody was at fault in it."""
     number = _look_of(history, recovery)
     if number is None:
@@ -54,7 +54,7 @@ def cause_of_hang(run: Path, history: Sequence[events.Event], recovery: Recovery
     who = Who(look).title(first.guilty)
     more = f" and {len(found.causes) - 1} more" if len(found.causes) > 1 else ""
     why = first.where if first.kind == BUSY else first.evidence[0]
-    return Cause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}")
+    return ToldCause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}")
 
 
 def _look_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
@@ -91,7 +91,7 @@ def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
     return describe(recovery, cause_of_hang(run, history, recovery) if run is not None else None)
 
 
-def describe(recovery: Recovery, cause: Cause | None = None) -> str:
+def describe(recovery: Recovery, cause: ToldCause | None = None) -> str:
     """Return one recovery as text: what failed, the verdict and why, who took over, and how long each phase took."""
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [
@@ -167,7 +167,7 @@ def _row(name: str, text: str) -> list[str]:
     return [f"   {name:<9} {shortened(text, _WIDTH - 13)}"] if text else []
 
 
-def _cause(cause: Cause) -> list[str]:
+def _cause(cause: ToldCause) -> list[str]:
     """Return the lines about the cause of a hang. The command stays in one line, so that it can be copied."""
     lines = [cause.what, *textwrap.wrap(cause.why, _WIDTH - 13, break_on_hyphens=False), cause.more]
     return [f"   {'' if number else 'cause':<9} {line}" for number, line in enumerate(lines)]

@@ -1,7 +1,8 @@
 """The layout of named tensors in one flat buffer, for snapshots and state transfers between workers.
 
-A :class:`Memory` is a state laid out so. Live tensors are one, too (:class:`FlatState`): a range within one tensor in
-host memory is accessed in place, and a range over several tensors, or on a device, is copied through a scratch buffer.
+A :class:`StateMemory` is a state laid out so. Live tensors are one, too (:class:`FlatState`): a range within one tensor
+in host memory is accessed in place, and a range over several tensors, or on a device, is copied through a scratch
+buffer.
 
 A table lists the tensors' types, shapes and offsets. Sender and receiver compare their tables before a transfer.
 
@@ -43,7 +44,7 @@ class BadTable(FallbackError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor in a table.
 
     Attributes:
@@ -79,14 +80,14 @@ class Table:
         nbytes: length of the buffer in bytes, padding included.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     nbytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Table":
         entries, at = [], 0
         for name, tensor in tensors.items():
-            entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), at)
+            entry = TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), at)
             if entry.dtype not in _DTYPES:
                 raise TypeError(f"tensor {name!r} is of type {tensor.dtype}, which snapshots do not know")
             entries.append(entry)
@@ -113,7 +114,7 @@ class Table:
             for name, dtype, shape in content["tensors"]:
                 if dtype not in _DTYPES or not all(type(n) is int and n >= 0 for n in shape):
                     raise BadTable(f"tensor {name!r} of type {dtype} and shape {shape} cannot be")
-                entries.append(Entry(str(name), dtype, tuple(shape), at))
+                entries.append(TensorEntry(str(name), dtype, tuple(shape), at))
                 at = _aligned(at + entries[-1].nbytes)
             return cls(tuple(entries), at)
         except (ValueError, KeyError, TypeError) as error:
@@ -138,7 +139,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-class Memory:
+class StateMemory:
     """The bytes of a state in memory.
 
     Attributes:
@@ -168,7 +169,7 @@ class Memory:
         raise NotImplementedError
 
 
-class FlatState(Memory):
+class FlatState(StateMemory):
     """Live tensors, laid out in the order of their names. Gaps between tensors read as zeros.
 
     Raises:

@@ -15,7 +15,7 @@ import hsdp_campaign_report as report
 
 from ft import faults as inject
 from ft.job.replicas import places
-from ft.job.replicas.places import Part
+from ft.job.replicas.places import LauncherPart
 
 
 def test_over_the_seeds_every_kind_comes_and_a_seed_decides_everything():
@@ -26,7 +26,7 @@ def test_over_the_seeds_every_kind_comes_and_a_seed_decides_everything():
 
 
 def test_every_fault_can_be_planned_and_comes_early_enough():
-    shape = Part(0, 1, 0, campaign.RANKS)
+    shape = LauncherPart(0, 1, 0, campaign.RANKS)
     for seed in range(10):
         plan = campaign.plan(seed)
         specs, _ = inject.read_specs([spec for one in plan for spec in one.specs], None, None)

@@ -11,7 +11,7 @@ from ft.systems.dmr.plan.trace import (
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
-    Memory,
+    MemoryInUse,
     Operator,
     Tensor,
     Trace,
@@ -56,7 +56,9 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
     if rng.random() < 0.7:
         ops.append(Operator("adam", "adam", OPTIMIZER, now, 5.0, ("w",), mutates=("w",)))
     points = sorted((rng.uniform(0, now), float(rng.randint(0, 100))) for _ in range(rng.randint(0, 12)))
-    return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), early_stop=rng.random() < 0.5)
+    return Trace(
+        PRINT, tuple(ops), tensors, tuple(windows), MemoryInUse({0: tuple(points)}), early_stop=rng.random() < 0.5
+    )
 
 
 def pipeline_trace(
@@ -79,7 +81,7 @@ def pipeline_trace(
                 now += length
     for i, (stage, start, stop, kind, _) in enumerate(idle(timeline)):
         windows.append(Window(f"i{i}", start, stop - start, kind, stage))
-    memory = Memory({stage: _in_use(timeline, stage, size) for stage in range(pipeline.stages)})
+    memory = MemoryInUse({stage: _in_use(timeline, stage, size) for stage in range(pipeline.stages)})
     ops.sort(key=lambda op: (op.stage, op.start_us))
     windows.sort(key=lambda one: (one.stage, one.start_us))
     units = tuple((unit, *times) for unit, times in timeline.times.items())

@@ -12,7 +12,7 @@ from test_control_sidecar import LIMIT_S, TOKEN, Played, repaired, sidecar
 from waiting import eventually
 
 from ft.job import messages as m
-from ft.job.agent.uplink import Linked, Refused, Uplink
+from ft.job.agent.uplink import Linked, ReportRefused, Uplink
 from ft.job.control import journal
 from ft.job.control.channel import AgentChannel
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
@@ -162,5 +162,5 @@ def test_an_agents_uplink_finds_the_next_control_plane(played, monkeypatch):
         until(lambda: any("n1.w0" in reason for reason in played.decisions()))
     finally:
         uplink.close()
-    assert not any(isinstance(what, Refused) for what in came)
+    assert not any(isinstance(what, ReportRefused) for what in came)
     assert len([what for what in came if isinstance(what, m.Open)]) == 1

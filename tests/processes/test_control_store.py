@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from ft.base.errors import FtError, UserError
 from ft.net import listener
 from ft.net.framed import Mark
-from ft.net.handshake import GREETING_BYTES, Party, Refused, dial
+from ft.net.handshake import GREETING_BYTES, HandshakeRefused, Party, dial
 from ft.net.store import PURPOSE, StoreConnection, StoreServer, lone_tcp_store
 
 TOKEN = "the token of the test"
@@ -189,7 +189,7 @@ def test_an_answer_overheard_lets_nobody_else_in(server):
 
     with socket.create_connection(door(server), timeout=LIMIT_S) as admitted:
         said = party.seal(party.read_greeting(admitted.recv(GREETING_BYTES)))
-        with socket.create_connection(door(server), timeout=LIMIT_S) as stranger, pytest.raises(Refused):
+        with socket.create_connection(door(server), timeout=LIMIT_S) as stranger, pytest.raises(HandshakeRefused):
             dial(stranger, Overheard(TOKEN, PURPOSE, True, party.challenge), LIMIT_S)
         admitted.sendall(party.greeting() + said)
         assert len(admitted.recv(1000)) > 0

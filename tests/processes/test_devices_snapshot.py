@@ -12,7 +12,7 @@ from cuda_model import Cuda, Race
 from ft.state.fetch import server
 from ft.state.snapshot import buffers, copier
 from ft.state.snapshot.buffers import HostBuffer, PingPong
-from ft.state.snapshot.copier import Copier, Plan, device_of, tables_of, write_back
+from ft.state.snapshot.copier import Copier, CopyPlan, device_of, tables_of, write_back
 from ft.state.snapshot.state import OWNED, REPLICATED
 
 
@@ -64,7 +64,7 @@ def train_with_snapshots(seed: int, without: str | None = None) -> Cuda:
                 for tensor in tensors.values():
                     tensor.fill_(step)
             slot = held.begin(step, 0, tables, own=True)
-            plan = plans.setdefault(id(slot), Plan(slot, state))
+            plan = plans.setdefault(id(slot), CopyPlan(slot, state))
             progress = taker.start(plan, lambda error, slot=slot: held.commit(slot))
             forward = [tensor * 2 for tensors in state.values() for tensor in tensors.values()]
             taker._jobs.put(None)

@@ -49,7 +49,7 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     """One fault after the other, in each execution of each thing that the function computes; and the executions."""
     import torch.distributed as dist
 
-    from ft.systems.dmr.runtime.suspects import Limits, Memory
+    from ft.systems.dmr.runtime.suspects import Limits, WrongAttempts
 
     job = dmr_jobs.assemble(flags)
     planted.plant(job.trainee.chunks, name)
@@ -65,7 +65,9 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     for place in planted.PLACES[name]:
         for due in range(counts[place]):
             told.clear()
-            verifier._memory = Memory(Limits().memory)  # otherwise the rank would be suspected of a lasting fault
+            verifier._memory = WrongAttempts(
+                Limits().memory
+            )  # otherwise the rank would be suspected of a lasting fault
             if dist.get_rank() == hit_rank:
                 planted.fault.arm(place, due)
             else:

@@ -15,7 +15,7 @@ from ft.cli import main as ft
 from ft.systems.dmr.plan.file import differences, read_plan
 from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, Operator, Trace, Window
 from ft.systems.dmr.profile.assemble import ComparisonCosts, assemble, blocks
-from ft.systems.dmr.profile.recorder import Memory, StageRecord, Timed
+from ft.systems.dmr.profile.recorder import StageRecord, Storage, Timed
 from ft.systems.dmr.runtime.cursor import operator_id
 from ft.systems.schedule.kinds import Pipeline
 
@@ -216,7 +216,7 @@ def stage_record(stage: int, us: float) -> StageRecord:
         Window(f"p2p.{next(waits)}", 0.0, 0.0, "p2p", stage) if isinstance(each, str) else each for each in events
     ]
     times = [Timed(1.0, 500.0 if isinstance(each, Window) else us) for each in events]
-    memory = {f"t{number}": Memory(100, freed=len(events) - 1) for number in range(4)}
+    memory = {f"t{number}": Storage(100, freed=len(events) - 1) for number in range(4)}
     return StageRecord(stage, events, memory, [100] * len(events), times)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ft.net import framed
 from ft.net.framed import HEAD_BYTES, BadFrame, FramedChannel, Mark, checksum
-from ft.net.handshake import Refused
+from ft.net.handshake import HandshakeRefused
 
 TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
 MARK, DATA = Mark(3, 7, 2), bytes(range(256)) * 40
@@ -41,7 +41,7 @@ class Ends:
     _is_over = False
 
     def _accept(self) -> None:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(HandshakeRefused):
             self.far.accept(TOKEN, PURPOSE, LIMIT_S)
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
@@ -167,5 +167,5 @@ def test_silence_a_closed_connection_and_a_shutdown_end_a_call(ends):
 
 
 def test_another_token_is_refused():
-    with pytest.raises(Refused):
+    with pytest.raises(HandshakeRefused):
         Ends("another")

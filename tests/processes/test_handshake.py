@@ -9,7 +9,16 @@ from contextlib import closing
 
 import pytest
 
-from ft.net.handshake import CHALLENGE_BYTES, GREETING_BYTES, PROOF_BYTES, NotAMember, Party, Refused, accept, dial
+from ft.net.handshake import (
+    CHALLENGE_BYTES,
+    GREETING_BYTES,
+    PROOF_BYTES,
+    HandshakeRefused,
+    NotAMember,
+    Party,
+    accept,
+    dial,
+)
 
 TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
 
@@ -104,9 +113,9 @@ def test_members_meet_and_hear_each_other(pair):
 def test_another_token_is_refused_by_name_at_both_ends(pair):
     near, far = pair
     accepting = Accepting(far)
-    with pytest.raises(Refused, match="the token is not that of this run"):
+    with pytest.raises(HandshakeRefused, match="the token is not that of this run"):
         dial(near, ends("another")[0], LIMIT_S, b"ping", 4)
-    assert isinstance(accepting.ended(), Refused)
+    assert isinstance(accepting.ended(), HandshakeRefused)
 
 
 def test_another_protocol_is_named(pair):
@@ -149,7 +158,7 @@ def test_a_mirror_convinces_neither_end(pair):
         accepting = Accepting(right)
         greeting = left.recv(1000)
         left.sendall(greeting + b"ping" + bytes(PROOF_BYTES))
-        assert isinstance(accepting.ended(), Refused)
+        assert isinstance(accepting.ended(), HandshakeRefused)
 
 
 class Recorder:
@@ -189,7 +198,7 @@ def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it():
     with left, right:
         accepting = Accepting(right)
         left.sendall(of_dialer)
-        assert isinstance(accepting.ended(), Refused)
+        assert isinstance(accepting.ended(), HandshakeRefused)
     left, right = socket.socketpair()
     with left, right, pytest.raises(NotAMember):
         left.sendall(of_acceptor)
@@ -217,7 +226,7 @@ def test_garbage_never_lets_anybody_in():
             accepting = Accepting(far)
             near.sendall(rng.choice([b"", label]) + rng.randbytes(rng.randrange(200)))
             near.shutdown(socket.SHUT_WR)
-            assert isinstance(accepting.ended(), ConnectionError | Refused)
+            assert isinstance(accepting.ended(), ConnectionError | HandshakeRefused)
 
 
 def test_the_limit_is_for_all_of_it_and_not_for_each_byte(pair):

@@ -11,7 +11,7 @@ from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equa
 
 from ft.base.errors import UserError
 from ft.net.framed import FramedChannel, Mark
-from ft.state.fetch import BadState, Refused, StateServer, fetch, fetch_envelope, shares
+from ft.state.fetch import BadState, FetchRefused, StateServer, fetch, fetch_envelope, shares
 from ft.state.fetch.client import failure
 from ft.state.fetch.server import Offer
 from ft.state.layout import FlatState, table_of
@@ -77,9 +77,9 @@ def test_what_a_source_leaves_goes_round_the_others():
 
 def test_a_state_is_bad_only_if_no_source_can_be_hoped_for():
     assert isinstance(failure("it", {"a": Bad("x"), "b": Bad("y")}, ""), BadState)
-    assert isinstance(failure("it", {"a": Bad("x"), "b": Gone("y")}, ""), Refused)
-    assert isinstance(failure("it", {"a": Bad("x"), "b": Lost("y")}, ""), Refused)
-    assert isinstance(failure("it", {"a": Bad("x")}, "the time is up"), Refused)
+    assert isinstance(failure("it", {"a": Bad("x"), "b": Gone("y")}, ""), FetchRefused)
+    assert isinstance(failure("it", {"a": Bad("x"), "b": Lost("y")}, ""), FetchRefused)
+    assert isinstance(failure("it", {"a": Bad("x")}, "the time is up"), FetchRefused)
     assert "there is no source" in str(failure("it", {}, ""))
 
 
@@ -133,9 +133,9 @@ def test_a_state_without_a_byte_still_has_its_envelope(servers):
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        ({"step": STEP - 1}, Refused, "on offer: that of step 7"),
-        ({"lineage": LINEAGE + 1}, Refused, "lineage 4; on offer"),
-        ({"token": "another"}, Refused, "another token"),
+        ({"step": STEP - 1}, FetchRefused, "on offer: that of step 7"),
+        ({"lineage": LINEAGE + 1}, FetchRefused, "lineage 4; on offer"),
+        ({"token": "another"}, FetchRefused, "another token"),
         ({"rank": 1}, BadState, r"serves logical rank 5 of replica 2, Mark\(rank=5.* instead of Mark\(rank=1"),
     ],
 )
@@ -207,11 +207,11 @@ def test_a_withdrawn_state_is_refused_and_its_envelope_is_still_served(servers):
     source = servers()
     source.offer(STEP, LINEAGE, live, {"at": "end"})
     assert source.withdraw() == []
-    with pytest.raises(Refused, match="on offer: none"):
+    with pytest.raises(FetchRefused, match="on offer: none"):
         get([source], blank(live))
     assert fetch_envelope([source.address], TOKEN, STEP, LINEAGE, WAIT_S) == {"at": "end"}
     source.envelope(STEP + 1, LINEAGE, {"at": "next"})
-    with pytest.raises(Refused, match="held: that of step 8"):
+    with pytest.raises(FetchRefused, match="held: that of step 8"):
         fetch_envelope([source.address], TOKEN, STEP, LINEAGE, WAIT_S)
     assert fetch_envelope([source.address], TOKEN, STEP + 1, LINEAGE, WAIT_S) == {"at": "next"}
 
@@ -224,18 +224,18 @@ def test_a_source_that_is_about_to_end_the_step_is_waited_for(servers):
     assert get([source], into).envelope == {"late": 1}
     late.join()
     assert equal(live, into)
-    with pytest.raises(Refused, match="has not come to the end of step 8"):
+    with pytest.raises(FetchRefused, match="has not come to the end of step 8"):
         get([source], into, step=STEP + 1, stall_s=0.1)
 
 
 def test_a_fetch_ends_when_its_time_is_up_or_it_is_cancelled(servers):
     source, cancel = servers(), threading.Event()
-    with pytest.raises(Refused, match=r"the time is up|has not come to the end of step 7"):
+    with pytest.raises(FetchRefused, match=r"the time is up|has not come to the end of step 7"):
         get([source], {}, limit_s=0.1)
     cancel.set()
-    with pytest.raises(Refused, match="cancelled"):
+    with pytest.raises(FetchRefused, match="cancelled"):
         get([source], {}, cancel=cancel)
-    with pytest.raises(Refused, match="there is no source"):
+    with pytest.raises(FetchRefused, match="there is no source"):
         get([], {})
 
 
@@ -244,7 +244,7 @@ def test_offering_the_next_step_withdraws_the_one_before(servers):
     source = servers()
     source.offer(STEP, LINEAGE, live, {})
     source.offer(STEP + 1, LINEAGE, live, {})
-    with pytest.raises(Refused, match="on offer: that of step 8"):
+    with pytest.raises(FetchRefused, match="on offer: that of step 8"):
         get([source], blank(live))
     get([source], blank(live), step=STEP + 1)
 
@@ -254,7 +254,7 @@ def test_a_tensor_that_was_given_another_shape_since_is_not_served(servers):
     source = servers()
     source.offer(STEP, LINEAGE, live, {})
     live["weight"].resize_(3)
-    with pytest.raises(Refused, match=r"withdrawn|changed"):
+    with pytest.raises(FetchRefused, match=r"withdrawn|changed"):
         get([source], blank(state(10, 0.1)))
 
 

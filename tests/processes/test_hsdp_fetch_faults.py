@@ -28,7 +28,7 @@ from ft.net import listener as door
 from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.net.streams import TcpNetwork
-from ft.state.fetch import BadState, Refused, StateServer, fetch
+from ft.state.fetch import BadState, FetchRefused, StateServer, fetch
 from ft.state.transfer.server import ASK, CHUNK_KIND, DONE, PURPOSE, RANGE, STATE, WORDS
 
 HEADS = 4096
@@ -78,9 +78,9 @@ def test_the_last_source_that_stops_ends_the_fetch_within_the_limit(closing):
     live = state(12, 24)
     alone = opened(closing, Process(live))
     middle = opened(closing, Proxy(alone.address, once_past(2 << 20, lambda: alone.signal(signal.SIGSTOP))))
-    with pytest.raises(Refused, match=r"has sent nothing for|does not answer"):
+    with pytest.raises(FetchRefused, match=r"has sent nothing for|does not answer"):
         get([middle], blank(live), stall_s=0.5)
-    with pytest.raises(Refused, match=r"time is up|does not answer|sent nothing"):
+    with pytest.raises(FetchRefused, match=r"time is up|does not answer|sent nothing"):
         get([alone], blank(live), limit_s=0.5)
 
 
@@ -108,7 +108,7 @@ def test_a_truncated_answer_is_no_state_wherever_it_ends(closing):
     for _ in range(20):
         end = numbers.randrange(1, 1 << 20)
         middle = opened(closing, Proxy(source.address, lambda data, before, end=end: _until(data, before, end)))
-        with pytest.raises((Refused, BadState)):
+        with pytest.raises((FetchRefused, BadState)):
             get([middle], blank(live))
         middle.close()
     into = blank(live)
@@ -129,7 +129,7 @@ def test_flipped_bits_are_never_accepted_and_another_source_makes_good_for_them(
         rate = numbers.choice([2e-7, 2e-6, 1e-5])
         middle = opened(closing, Proxy(source.address, _flipper(random.Random(seed + turn), rate)))
         into = blank(live)
-        with contextlib.suppress(Refused, BadState):
+        with contextlib.suppress(FetchRefused, BadState):
             get([middle], into, stall_s=2.0)
             assert equal(live, into)
             accepted += 1
@@ -180,7 +180,7 @@ def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(clos
             step = max(step, at[0])
             try:
                 fetch([s.address for s in servers], TOKEN, step, LINEAGE, into, WAIT_S, stall_s=WAIT_S, cancel=over)
-            except Refused:
+            except FetchRefused:
                 seen["refused"] += 1
                 continue
             torn = [name for name, tensor in into.items() if not bool((tensor == step).all())]
@@ -235,7 +235,7 @@ def test_a_withdrawal_is_not_held_up_by_a_peer_that_does_not_read(closing):
     def try_it() -> None:
         try:
             get([middle], blank(live))
-        except Refused as error:
+        except FetchRefused as error:
             refused.append(error)
 
     thread = threading.Thread(target=try_it)
@@ -272,7 +272,7 @@ def test_a_withdrawal_waits_for_the_fetch_under_way_and_takes_no_new_one(closing
     while True:  # until the withdrawal has begun
         try:
             get([source], blank(live))
-        except Refused:
+        except FetchRefused:
             break
     go_on.set()
     last.join(WAIT_S)
@@ -403,7 +403,7 @@ def test_a_source_has_to_prove_that_it_is_of_the_run(closing, monkeypatch):
     live = state(24, 0.1)
     foreign = opened(closing, StateServer("127.0.0.1", "another token"))
     foreign.offer(STEP, LINEAGE, live, {})
-    with pytest.raises(Refused, match="does not prove that it is a member of this run"):
+    with pytest.raises(FetchRefused, match="does not prove that it is a member of this run"):
         get([foreign], blank(live))
 
 
@@ -461,7 +461,7 @@ def test_a_server_that_is_no_source_is_told_from_one_and_not_waited_for(closing,
     thread = threading.Thread(target=speak)
     thread.start()
     address, stall_s = f"127.0.0.1:{listener.getsockname()[1]}", WAIT_S if hangs_up else 0.3
-    with pytest.raises((Refused, BadState), match="cannot fetch the state of step 7") as found:
+    with pytest.raises((FetchRefused, BadState), match="cannot fetch the state of step 7") as found:
         fetch([address], TOKEN, STEP, LINEAGE, blank(state(22, 0.1)), WAIT_S, stall_s=stall_s)
     assert "the time is up" not in str(found.value)
     thread.join(WAIT_S)

@@ -10,7 +10,7 @@ import torch
 from ft.job.messages import Finish
 from ft.job.quorum import Quorum
 from ft.protection.stack import Stack
-from ft.state.fetch import Fetched, Refused
+from ft.state.fetch import Fetched, FetchRefused
 from ft.systems.hsdp import catch_up
 from ft.systems.hsdp import rank as votes
 from ft.systems.hsdp.place import ReplicaContext
@@ -285,7 +285,7 @@ def test_a_replica_gives_its_zeros_when_its_sources_know_that_it_fetches_and_not
     assert begun.is_set()
 
     def refused(*_, **__):
-        raise Refused("nobody has it")
+        raise FetchRefused("nobody has it")
 
     monkeypatch.setattr(catch_up.fetch, "fetch", refused)
     one.begin(agreed(BEHIND), keeps_state=False)  # and returns, though no source has said a word

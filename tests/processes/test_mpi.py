@@ -17,7 +17,7 @@ from snapshot_crew import Crew, set_to
 from ft.base.errors import UserError
 from ft.job.agent import mpirun
 from ft.net import mpi_relay, streams
-from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
+from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, RelayStream, pack, unpack
 from ft.state.transfer.push import PeerLost
 
 # --- without MPI ------------------------------------------------------------------------------------------------------
@@ -74,7 +74,9 @@ class End:
     def __init__(self):
         theirs, self.worker = socket.socketpair()
         self.sent: list[tuple[int, bytes | bytearray]] = []
-        self.stream = Stream((0, 1, True), 7, theirs, lambda to, frame: self.sent.append((to, frame)), is_open=True)
+        self.stream = RelayStream(
+            (0, 1, True), 7, theirs, lambda to, frame: self.sent.append((to, frame)), is_open=True
+        )
 
     def kinds(self) -> list[int]:
         return [unpack(frame)[0] for _, frame in self.sent]

@@ -103,7 +103,7 @@ def test_a_damaged_copy_is_left_for_that_of_the_next_holder(workers, successor):
 
 
 def test_nobody_waits_for_a_holder_that_does_not_answer(workers, successor, monkeypatch):
-    asked, offer = threading.Event(), pull.Source.offer
+    asked, offer = threading.Event(), pull.OpenSource.offer
 
     def silent(source, wanted, section=""):
         if source.address == workers.addresses[1]:
@@ -113,7 +113,7 @@ def test_nobody_waits_for_a_holder_that_does_not_answer(workers, successor, monk
             raise pull.Lost(source._cut)
         return offer(source, wanted, section)
 
-    monkeypatch.setattr(pull.Source, "offer", silent)
+    monkeypatch.setattr(pull.OpenSource, "offer", silent)
     joiner = successor()
     assert asked.wait(20)
     assert joiner.restore(6, holder=2) == "copy:2" and joiner.is_at(6)
@@ -128,7 +128,7 @@ def test_the_end_of_the_epoch_ends_the_fetch_too(workers, successor, monkeypatch
             time.sleep(0.01)
         raise pull.Lost(source._cut)
 
-    monkeypatch.setattr(pull.Source, "receive", slow)
+    monkeypatch.setattr(pull.OpenSource, "receive", slow)
     joiner = successor()
     assert begun.wait(20)
     joiner.snaps.interrupt(1, "a fault")

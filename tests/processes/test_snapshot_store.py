@@ -9,7 +9,7 @@ from ft.base.errors import FallbackError, RecoverableError
 from ft.job.parts import Source
 from ft.net.framed import Mark
 from ft.state.snapshot import Snapshots, SnapshotServer
-from ft.state.snapshot.buffers import Part
+from ft.state.snapshot.buffers import SlotPart
 from ft.state.snapshot.copier import Progress
 from ft.state.snapshot.state import OWNED
 from ft.state.transfer.server import NotHeld
@@ -50,8 +50,8 @@ def test_leaving_an_epoch_waits_for_no_copy_and_a_restore_completes_or_abandons_
     workers, may_copy = crew(2), threading.Event()
     workers.step(5)
     snaps, live = workers.snaps[0], set_to(workers.live[0], 6)
-    seal = Part.seal
-    monkeypatch.setattr(Part, "seal", lambda part, index: (may_copy.wait(20), seal(part, index)))
+    seal = SlotPart.seal
+    monkeypatch.setattr(SlotPart, "seal", lambda part, index: (may_copy.wait(20), seal(part, index)))
     snaps.take(live, 6, 0)
     snaps.settle()
     assert not may_copy.is_set() and snaps.holdings().own == [5, 6]

@@ -11,7 +11,7 @@ from waiting import eventually
 
 from ft.base import token
 from ft.base.errors import UserError
-from ft.job.agent.control_plane import ControlPlaneSupervisor, Sidecar
+from ft.job.agent.control_plane import ControlPlaneSupervisor, SidecarProcess
 from ft.job.agent.membership import claim_name
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, ControlPlaneView, decide
 from ft.job.control.sidecar import PartitionDetector
@@ -218,7 +218,7 @@ def test_no_token(tmp_path):
 
 def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_has_lost_it_is_fenced(tmp_path):
     began = time.monotonic() - 60.0
-    sidecars = (Sidecar(Supervisor(), tmp_path, "tcp://127.0.0.1:1", None) for _ in range(2))
+    sidecars = (SidecarProcess(Supervisor(), tmp_path, "tcp://127.0.0.1:1", None) for _ in range(2))
     early, late = (
         ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS, None, None, None, print) for sidecar in sidecars
     )

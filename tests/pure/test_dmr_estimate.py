@@ -10,7 +10,7 @@ import pytest
 
 from ft import cli
 from ft.lab.estimate.cluster import DEVICES, MODELS, Cluster, fitted
-from ft.lab.estimate.command import KEYS, Question, calibrated, cluster_of, estimate, question, shares
+from ft.lab.estimate.command import KEYS, EstimateQuestion, calibrated, cluster_of, estimate, question, shares
 from ft.lab.estimate.profile import profile
 from ft.systems.dmr.plan.check import problems
 from ft.systems.dmr.plan.file import read_trace, write_trace
@@ -21,7 +21,7 @@ SCENARIOS = sorted((Path(__file__).parent.parent.parent / "examples" / "dmr").gl
 SMALL = "--model llama3-8b --gpus 4 --tp 2 --pp 2 --batch 2"
 
 
-def asked_for(words: str) -> Question:
+def asked_for(words: str) -> EstimateQuestion:
     parser = argparse.ArgumentParser()
     KEYS.add_flags(parser)
     return question(parser.parse_args(words.split()))

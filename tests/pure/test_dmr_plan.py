@@ -17,7 +17,7 @@ from ft.systems.dmr.plan.trace import (
     PIGGYBACK,
     SETS,
     UNCHECKED,
-    Memory,
+    MemoryInUse,
     Operator,
     Tensor,
     Trace,
@@ -47,7 +47,7 @@ def one(op_us: float = 10.0, windows=(), budget: float = 1e9, **how) -> tuple[Tr
     op = Operator("a", "mm", "backward", 0.0, op_us, ("x",), ("y",), **how)
     tensors = {"x": Tensor(8.0), "y": Tensor(8.0, op_us)}
     found = tuple(Window(f"w{i}", *each) for i, each in enumerate(windows))
-    return Trace({}, (op,), tensors, found, Memory({0: ((0.0, 100.0),)}, budget)), op
+    return Trace({}, (op,), tensors, found, MemoryInUse({0: ((0.0, 100.0),)}, budget)), op
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -124,7 +124,7 @@ def test_windows_as_long_as_all_work_hide_everything():
         ops.append(Operator(f"o{i}", "mm", "backward", now, 10.0, ("w",), (f"t{i}",), layer=i))
         windows.append(Window(f"w{i}", now + 10, 10.0, "tp"))
         now += 20
-    trace = Trace({}, tuple(ops), tensors, tuple(windows), Memory({}))
+    trace = Trace({}, tuple(ops), tensors, tuple(windows), MemoryInUse({}))
     found = plan(trace, 8.0).predicted
     assert (found.exposed_us, found.t_plan, found.peak_bytes) == (0.0, found.t_none, 8.0)
     assert plan(trace, 7.0).predicted.exposed_us == 200.0
@@ -161,7 +161,7 @@ def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops
         for i in range(2):
             segment = {"ac_segment": "s", "is_segment_last": i == 1, "comm_tail": i == 1}
             ops.append(Operator(f"{phase}{i}", "mm", phase, start + 10 * i, 10.0, **segment))
-    trace = Trace({}, tuple(ops), {}, (), Memory({}))
+    trace = Trace({}, tuple(ops), {}, (), MemoryInUse({}))
     assert plan(trace, 0.0).predicted.exposed_us == 0.0
     early = replace(trace, ops=tuple(ops[:3]), early_stop=True)
     # The last one ends in communication: naive DMR, which does not repeat that.
@@ -177,7 +177,7 @@ def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops
 
 def test_without_a_recomputation_a_segment_is_no_second_execution():
     op = Operator("a", "mm", "forward", 0.0, 10.0, ac_segment="s")
-    assert plan(Trace({}, (op,), {}, (), Memory({})), 0.0).assign["a"].set == NAIVE
+    assert plan(Trace({}, (op,), {}, (), MemoryInUse({})), 0.0).assign["a"].set == NAIVE
 
 
 def test_an_agc_segment_keeps_its_boundary_alone():
@@ -185,7 +185,7 @@ def test_an_agc_segment_keeps_its_boundary_alone():
     for i in range(5):
         tensors[f"t{i + 1}"] = Tensor(8.0, 10.0 * (i + 2))
         ops.append(Operator(f"o{i}", "mm", "backward", 10.0 * i, 10.0, (f"t{i}",), (f"t{i + 1}",)))
-    trace = Trace({}, tuple(ops), tensors, (Window("w", 60.0, 50.0, "p2p"),), Memory({}))
+    trace = Trace({}, tuple(ops), tensors, (Window("w", 60.0, 50.0, "p2p"),), MemoryInUse({}))
     found = plan(trace, 24.0)
     [segment] = found.segments.values()
     assert segment.ops == tuple(op.id for op in ops) and set(segment.keeps) == {"t0", "t5"} and segment.load_us == 50
@@ -227,7 +227,7 @@ def test_a_known_plan_that_cannot_be_followed_here_changes_nothing():
 
 
 def test_nothing_to_do_is_a_plan_too():
-    found = plan(Trace({}, (), {}, (), Memory({})), 0.0)
+    found = plan(Trace({}, (), {}, (), MemoryInUse({})), 0.0)
     assert not found.assign and found.predicted.overhead == 0.0
 
 

@@ -9,7 +9,7 @@ from dmr_traces import pipeline_trace, random_trace
 from msgspec.structs import replace
 
 from ft.systems.dmr.plan.check import problems
-from ft.systems.dmr.plan.online import Entry, Waiting
+from ft.systems.dmr.plan.online import DeferredCheck, Waiting
 from ft.systems.dmr.plan.phases import Graph
 from ft.systems.dmr.plan.planner import Options, plan
 from ft.systems.dmr.plan.trace import (
@@ -19,7 +19,7 @@ from ft.systems.dmr.plan.trace import (
     NAIVE,
     PIGGYBACK,
     RECOMPUTE,
-    Memory,
+    MemoryInUse,
     Operator,
     Tensor,
     Trace,
@@ -37,7 +37,7 @@ def segment_trace(forward: str, recomputed: str, early_stop: bool = False) -> Tr
             segment = {"ac_segment": "s", "is_segment_last": phase == FORWARD and i == len(names) - 1}
             start = 10.0 * len(ops)
             ops.append(Operator(f"{phase}{i}", name, phase, start, 10.0, **segment))
-    return Trace({}, tuple(ops), {}, (), Memory({}), None, early_stop)
+    return Trace({}, tuple(ops), {}, (), MemoryInUse({}), None, early_stop)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_time_that_windows_share_is_used_once():
     windows = (Window("a", 10.0, 30.0, "p2p"), Window("b", 20.0, 30.0, "tp"), Window("c", 25.0, 5.0, "tp"))
     assert rooms(windows) == {"a": 30.0, "b": 10.0, "c": 0.0}
     ops = tuple(Operator(f"o{i}", "mm", BACKWARD, 0.0, 10.0) for i in range(6))
-    found = plan(Trace({}, ops, {}, windows, Memory({})), 0.0)
+    found = plan(Trace({}, ops, {}, windows, MemoryInUse({})), 0.0)
     assert found.predicted.exposed_us == 20.0 and not list(problems(found))
     both = {name: replace(how, set="D_intra", window="b") for name, how in found.assign.items() if how.window != "a"}
     assert any("window 'b' has" in problem for problem in problems(replace(found, assign=found.assign | both)))
@@ -138,7 +138,7 @@ def long_run(n: int, dynamic: bool, seed: int) -> Trace:
         if i % 500 == 499:
             windows.append(Window(f"w{i}", now, rng.uniform(1e4, 1e5), "ep" if dynamic else "p2p", dynamic=dynamic))
             now += windows[-1].dur_us
-    return Trace({}, tuple(ops), tensors, tuple(windows), Memory({0: ((0.0, 1e9),)}))
+    return Trace({}, tuple(ops), tensors, tuple(windows), MemoryInUse({0: ((0.0, 1e9),)}))
 
 
 def check_long_run(n: int, dynamic: bool) -> None:
@@ -193,7 +193,7 @@ def test_a_graph_without_recomputation_regenerates_nothing():
 
 def test_what_uses_a_tensor_is_executed_before_it_changes():
     waiting = Waiting()
-    for entry in (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0)):
+    for entry in (DeferredCheck("a", 5.0, 100.0), DeferredCheck("b", 30.0, 100.0), DeferredCheck("c", 10.0, 50.0)):
         waiting.put(entry)
     assert [waiting.take(op).key for op in ("a", "c")] == ["a", "c"] and [one.key for one in waiting] == ["b"]
     assert waiting.held == 100.0
@@ -208,7 +208,7 @@ def test_what_never_fits_does_not_crowd_out_what_does():
         now += length
         windows.append(Window(f"w{i}", now, 10.0, "ep", dynamic=True))
         now += 10.0
-    trace = Trace({}, tuple(ops), tensors, tuple(windows), Memory({}))
+    trace = Trace({}, tuple(ops), tensors, tuple(windows), MemoryInUse({}))
     # Ten long ones that fit no window, and memory for four.
     assert plan(trace, 40.0).predicted.exposed_us == 1000.0
 
@@ -222,7 +222,7 @@ def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time()
         for i in range(80):
             what, limit = rng.randrange(5), rng.choice((0.0, 8.0, 20.0, math.inf))
             if what <= 1:
-                entry = Entry(f"o{i}", rng.choice((0.0, 5.0, rng.uniform(0, 20))), rng.choice((0.0, 40.0, 7.0)))
+                entry = DeferredCheck(f"o{i}", rng.choice((0.0, 5.0, rng.uniform(0, 20))), rng.choice((0.0, 40.0, 7.0)))
                 waiting.put(entry)
                 entries.append(entry)
                 taken, expected = [], []

@@ -18,7 +18,7 @@ from ft.systems.dmr.plan.trace import (
     PIGGYBACK,
     AgcSegment,
     Assignment,
-    Memory,
+    MemoryInUse,
     Operator,
     Plan,
     Predicted,
@@ -65,7 +65,7 @@ def a_plan(assign: dict[int, Assignment], stage: int = 0, segments=None, rename=
     )
     tensors = {f"t{i}": Tensor(100.0, 60.0) for i in range(6)} | {"w": Tensor(1e6)}
     windows = (Window("gap", 40.0, 0.0, "bubble", stage), Window("open", 50.0, 5.0, "ep", stage, dynamic=True))
-    trace = Trace({}, ops, tensors, windows, Memory({}))
+    trace = Trace({}, ops, tensors, windows, MemoryInUse({}))
     how = {op.id: assign.get(i, Assignment(NAIVE)) for i, op in enumerate(ops)}
     return Plan(trace, how, segments or {}, Predicted(1.0, 1.0, 1.0, 0.0, 0.0))
 

@@ -12,7 +12,7 @@ from ft.systems.dmr.runtime.suspects import (
     GIVE_UP,
     RETRY,
     Limits,
-    Memory,
+    WrongAttempts,
     decide,
     most_telling,
     origins,
@@ -218,7 +218,7 @@ def test_what_is_told_has_the_first_mismatch_of_each_unit():
 
 
 def test_wrong_attempts_are_forgotten_after_a_while():
-    memory = Memory(10)
+    memory = WrongAttempts(10)
     memory.note(5, [(mismatch(AT_ONCE),), (mismatch(WINDOW, "add"),)])
     memory.note(9, [(), (), (mismatch(AT_ONCE),)])
     assert [len(memory.before(step)) for step in (9, 15, 16, 19, 20)] == [3, 3, 1, 1, 0]

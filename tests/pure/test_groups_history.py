@@ -7,12 +7,14 @@ import pytest
 
 from ft.faults.hang.look import ADDED, SKIPPED
 from ft.state.groups import history
-from ft.state.groups.history import Entry, History
+from ft.state.groups.history import History, StartedOperation
 
 
 def step(kept, names):
     for at, name in enumerate(names):
-        kept.add(Entry(name, "all_reduce", None, (), f"train.py:{name}", at + 1, time.monotonic(), lambda: None))
+        kept.add(
+            StartedOperation(name, "all_reduce", None, (), f"train.py:{name}", at + 1, time.monotonic(), lambda: None)
+        )
 
 
 def kind(kept):

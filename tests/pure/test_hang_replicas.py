@@ -11,8 +11,8 @@ from ft.faults.hang.look import (
     Across,
     Look,
     Operation,
-    Place,
     Rank,
+    ReplicaRank,
     Thread,
     channel,
 )
@@ -64,7 +64,7 @@ def in_the_ring(number=3):
 def test_ranks_are_numbered_through_and_names_of_groups_inside_a_replica_are_told_apart():
     send = Operation(DP, SEND, 2, peer=1)
     look = combine({0: in_the_ring(), 2: replica(said(0, send, counts={channel(DP, SEND, 1): 2}), said(1))})
-    assert look.places[5] == Place(2, 1) and set(look.ranks) == {0, 1, 4, 5}
+    assert look.places[5] == ReplicaRank(2, 1) and set(look.ranks) == {0, 1, 4, 5}
     assert look.groups["replica 2/DP/3"] == (4, 5) and look.groups[f"RING/{LAST}/1"] == (1, 3, 5)
     assert look.ranks[4].operations[0].peer == 5 and look.ranks[4].counts == {"replica 2/DP/3>5": 2}
     assert look.unasked == {1}, "it is mentioned, and has no look"

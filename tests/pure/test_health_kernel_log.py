@@ -13,7 +13,7 @@ from conversations import ROOT
 
 from ft.platform.health import EVENT, Observation, Reader, gpus, kernel_log
 from ft.platform.health.kernel_log import LINES, KernelLog, parse
-from ft.platform.health.observation import Source
+from ft.platform.health.observation import HealthSource
 
 
 def test_every_line_that_is_known_is_in_the_conversation():
@@ -35,8 +35,8 @@ def test_only_complete_new_lines_of_a_log_are_read(tmp_path):
     reader.close()
 
 
-def read(log: KernelLog, aliases=None) -> Source:
-    log.read(found := Source("n0", 1e9), 0.0, aliases or {})
+def read(log: KernelLog, aliases=None) -> HealthSource:
+    log.read(found := HealthSource("n0", 1e9), 0.0, aliases or {})
     return found
 
 

@@ -16,7 +16,7 @@ from ft.job.quorum.limits import Limits
 from ft.job.replicas import flags, marks, member, places, policy
 from ft.job.replicas.flags import Replicas
 from ft.job.replicas.member import next_life
-from ft.job.replicas.places import Part, devices_of, parts_of
+from ft.job.replicas.places import LauncherPart, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, ReplicaView, after_exit, judge
 from ft.platform import election
 from ft.systems.hsdp.place import ReplicaContext
@@ -50,7 +50,7 @@ def test_replicas_of_one_node_share_its_workers_in_order():
 def test_replicas_are_consecutive_sets_of_whole_nodes():
     found = [parts_of(node_rank, 6, 8, 3) for node_rank in range(6)]
     assert [(part.replica, part.node_rank) for (part,) in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert all(part == Part(part.replica, 2, part.node_rank, 8) and part.world_size == 16 for (part,) in found)
+    assert all(part == LauncherPart(part.replica, 2, part.node_rank, 8) and part.world_size == 16 for (part,) in found)
 
 
 def test_several_whole_replicas_fit_on_each_of_several_nodes():
@@ -82,7 +82,7 @@ def test_every_worker_of_every_node_belongs_to_exactly_one_replica():
         assert all(part.node_rank < part.nodes == places_of(part.replica, parts) for part in parts)
 
 
-def places_of(replica: int, parts: list[Part]) -> int:
+def places_of(replica: int, parts: list[LauncherPart]) -> int:
     return sum(part.replica == replica for part in parts)
 
 
@@ -103,12 +103,12 @@ def test_a_standby_node_has_a_part_of_each_replica_of_the_node_that_it_stands_fo
 
 
 def test_each_replica_of_a_node_sees_its_own_devices():
-    second = Part(1, 1, 0, 2, first=2, shared=True)
+    second = LauncherPart(1, 1, 0, 2, first=2, shared=True)
     assert devices_of(second, None, 6) == "2,3"
     assert devices_of(second, "7, 6,5,4", 4) == "5,4"
     assert devices_of(second, None, 0) is None, "a node without devices"
     assert devices_of(second, None, 1) is None, "workers share what there is"
-    assert devices_of(Part(1, 2, 0, 8), None, 8) is None, "the node is the replica's alone"
+    assert devices_of(LauncherPart(1, 2, 0, 8), None, 8) is None, "the node is the replica's alone"
 
 
 def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
@@ -203,9 +203,9 @@ def server_options(asked: flags.Replicas):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def planned(*texts: str, replicas: int = 3, shape: Part | None = None, seed: int = 1) -> dict[int, list]:
+def planned(*texts: str, replicas: int = 3, shape: LauncherPart | None = None, seed: int = 1) -> dict[int, list]:
     specs, seed = inject.read_specs(texts, None, seed)
-    return places.plan_faults(specs, replicas, shape or Part(0, 1, 0, 2), seed)
+    return places.plan_faults(specs, replicas, shape or LauncherPart(0, 1, 0, 2), seed)
 
 
 def test_a_fault_goes_to_the_replica_that_it_names():

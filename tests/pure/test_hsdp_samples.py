@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from ft.systems.hsdp.samples import Order, Past, SampleAssignment, Stream, merged
+from ft.systems.hsdp.samples import Order, Past, SampleAssignment, SampleStream, merged
 
 SEEDS = range(40)
 
@@ -40,7 +40,7 @@ def test_without_faults_a_step_is_one_contiguous_batch_in_the_order_of_the_repli
 
 def test_the_streams_of_all_replicas_are_every_sample_once():
     for replicas, block in [(1, 1), (2, 3), (5, 4), (12, 7)]:
-        streams = [Stream(replica, replicas, block) for replica in range(replicas)]
+        streams = [SampleStream(replica, replicas, block) for replica in range(replicas)]
         samples = numpy.concatenate([stream.index(numpy.arange(block * 9)) for stream in streams])
         assert sorted(samples.tolist()) == list(range(replicas * block * 9))
 
@@ -141,7 +141,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="there is no replica 3"):
         SampleAssignment(3, 1).stream(3)
     with pytest.raises(ValueError, match="-1"):
-        Stream(0, 1, 1).index(-1)
+        SampleStream(0, 1, 1).index(-1)
     with pytest.raises(ValueError, match="0 replicas"):
         SampleAssignment(0, 1)
     assert Past(1, 1, (0,), 0) == Past(1, 1, (0,), 0)

@@ -9,7 +9,7 @@ import pytest
 from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
-from ft.lab.selftest.session import Place, SelfTestOutcome, as_text, as_values, is_alone_in, srun
+from ft.lab.selftest.session import NodePlace, SelfTestOutcome, as_text, as_values, is_alone_in, srun
 from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Result, chosen, together
 from ft.platform import slurm
 
@@ -73,10 +73,10 @@ def test_a_folder_with_an_earlier_self_test_is_refused(tmp_path, capsys):
 
 
 def test_the_place_is_that_of_the_flags_or_of_slurm(tmp_path):
-    assert plan(tmp_path).place == Place()
-    assert plan(tmp_path, nodes=3, node_rank=1, rdzv_endpoint="n1").place == Place(1, 3, "n1", 29400)
+    assert plan(tmp_path).place == NodePlace()
+    assert plan(tmp_path, nodes=3, node_rank=1, rdzv_endpoint="n1").place == NodePlace(1, 3, "n1", 29400)
     found = plan(tmp_path, STEP, run_dir=None)
-    assert found.place == Place(2, 3, "n1", 29477)
+    assert found.place == NodePlace(2, 3, "n1", 29477)
     assert found.run_dir == Path("runs/selftest-77.0")
     with pytest.raises(UserError, match="this Slurm step has 3"):
         plan(tmp_path, STEP, nodes=2)

@@ -14,7 +14,7 @@ from ft.net.framed import checksum
 from ft.state.layout import ALIGNMENT, CHUNK, BadTable, Table
 from ft.state.placement.assign import ring_of
 from ft.state.snapshot.buffers import PingPong, Status, read_label
-from ft.state.snapshot.copier import Copier, Plan, tables_of, write_back
+from ft.state.snapshot.copier import Copier, CopyPlan, tables_of, write_back
 from ft.state.snapshot.state import pack_meta, unpack_meta
 from ft.state.snapshot.store import TakeStats, slowness
 from ft.state.snapshot.transport import CopyStore
@@ -116,7 +116,9 @@ def test_every_rank_holds_as_many_copies_as_it_has():
 def filled(copier: Copier, held: PingPong, step: int, epoch: int, state: dict):
     slot = held.begin(step, epoch, tables_of(state))
     slot.set_meta(b"%d" % step)
-    progress = copier.start(Plan(slot, state), lambda error: held.commit(slot) if error is None else held.drop(slot))
+    progress = copier.start(
+        CopyPlan(slot, state), lambda error: held.commit(slot) if error is None else held.drop(slot)
+    )
     progress.wait()
     assert progress.error is None
     return slot

@@ -9,7 +9,7 @@ from waiting import eventually
 from ft.base.errors import UserError
 from ft.job.replicas import marks, policy, stand_in
 from ft.job.replicas.places import parts_of
-from ft.job.replicas.stand_in import IDLE_S, LOST_S, Lookout, Observed, Place, choose
+from ft.job.replicas.stand_in import IDLE_S, LOST_S, LauncherPlace, Lookout, Observed, choose
 from ft.platform import election
 from ft.platform.election import LeaseRecord
 
@@ -91,7 +91,7 @@ def test_a_replica_whose_control_plane_is_gone_does_not_train(tmp_path):
 
 
 def test_a_launcher_whose_place_was_taken_finds_out_and_cannot_come_back_to_it(tmp_path):
-    first, standby = Place(tmp_path, "n1", 1), Place(tmp_path, "n2", 2)
+    first, standby = LauncherPlace(tmp_path, "n1", 1), LauncherPlace(tmp_path, "n2", 2)
     try:
         first.begin()
         standby.begin()
@@ -100,7 +100,7 @@ def test_a_launcher_whose_place_was_taken_finds_out_and_cannot_come_back_to_it(t
         assert not standby.is_lost
         first.close()
         with pytest.raises(UserError, match="the place of node 1 is held by n2"):
-            Place(tmp_path, "n1", 1).begin()
+            LauncherPlace(tmp_path, "n1", 1).begin()
     finally:
         first.close()
         standby.close()

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from ft.net.framed import checksum  # noqa: E402
-from ft.state.fetch import Refused, StateServer, fetch  # noqa: E402
+from ft.state.fetch import FetchRefused, StateServer, fetch  # noqa: E402
 
 TOKEN, LIMIT_S, TENSORS = "bench", 60.0, 16
 BLOCK_S = 1.0
@@ -167,7 +167,7 @@ def withdrawal(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> 
     for turn in range(rounds):
         timer = threading.Timer(0.01 + 0.005 * turn, lambda: source.send("withdraw"))
         timer.start()
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(FetchRefused):
             fetch([source.address], TOKEN, 1, 1, into, LIMIT_S)
         timer.join()
         longest = max(longest, float(source.receive()))

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ft.lab.estimate.cluster import Layout  # noqa: E402
-from ft.lab.estimate.command import KEYS, Question, cluster_of, estimate, question, shares  # noqa: E402
+from ft.lab.estimate.command import KEYS, EstimateQuestion, cluster_of, estimate, question, shares  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 from ft.systems.dmr.plan.check import problems  # noqa: E402
 from ft.systems.dmr.plan.trace import Plan  # noqa: E402
@@ -119,14 +119,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _estimates(asked: list[Question]) -> tuple[float, list[Planned]]:
+def _estimates(asked: list[EstimateQuestion]) -> tuple[float, list[Planned]]:
     """Return the slowdown of transfers, which is that of the middle batch for all of them, and the plan of each."""
     by_batch = sorted(asked, key=lambda one: one.layout.batch)
     slowdown = cluster_of(by_batch[len(by_batch) // 2]).slowdown
     return slowdown, [_planned(one, slowdown) for one in asked]
 
 
-def _asked(name: str, batch: int, given: argparse.Namespace) -> Question:
+def _asked(name: str, batch: int, given: argparse.Namespace) -> EstimateQuestion:
     words = [str(ROOT / "examples" / "dmr" / f"{name}.toml"), "--batch", str(batch)]
     words += ["--bubbles", "false"] if given.no_bubbles else []
     words += ["--naive-overhead", str(PAPER[name].naive)] if given.calibration == "naive" else []
@@ -136,7 +136,7 @@ def _asked(name: str, batch: int, given: argparse.Namespace) -> Question:
     return replace(asked, calibration=None) if given.calibration == "rates" else asked
 
 
-def _planned(asked: Question, slowdown: float) -> Planned:
+def _planned(asked: EstimateQuestion, slowdown: float) -> Planned:
     """Return the plan without its trace, which is large, and the idle share without it.
 
     Raises:

@@ -303,10 +303,10 @@ def _walls(done, planned: list[Planned], server_kills: list[float]) -> dict[int,
     """Return number of each planned fault -> wall time at which (the first part of) it occurred."""
     from ft import faults as inject
     from ft.job.replicas import places
-    from ft.job.replicas.places import Part
 
     specs = inject.parse(",".join(spec for one in planned for spec in one.specs))
-    of_run = [fault for some in places.plan_faults(specs, REPLICAS, Part(0, 1, 0, RANKS), 0).values() for fault in some]
+    by_replica = places.plan_faults(specs, REPLICAS, places.LauncherPart(0, 1, 0, RANKS), 0)
+    of_run = [fault for some in by_replica.values() for fault in some]
     steps = {one.step: number for number, one in enumerate(planned)}
     numbers = {fault.number: steps[fault.step] for fault in of_run}
     found: dict[int, float] = {}

@@ -161,7 +161,7 @@ class Rank:
         return next((thread for thread in self.threads if thread.trains), None)
 
 
-class Place(NamedTuple):
+class ReplicaRank(NamedTuple):
     """A rank of a run of replicas: the number of its replica, and its logical rank there."""
 
     replica: int
@@ -212,7 +212,7 @@ class Look:
     wall: float = 0.0
     why: str = ""
     across: Mapping[str, Across] = field(default_factory=dict)
-    places: Mapping[int, Place] = field(default_factory=dict)
+    places: Mapping[int, ReplicaRank] = field(default_factory=dict)
     home: int | None = None
     takers: frozenset[int] = frozenset()
     unasked: frozenset[int] = frozenset()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ft.faults.hang.look import SERVER, Departure, Look, Operation, Place, Rank
+from ft.faults.hang.look import SERVER, Departure, Look, Operation, Rank, ReplicaRank
 
 QUESTIONS = "QUORUM"
 """Name of the group in which the leaders of all replicas ask for the quorum of a step."""
@@ -86,7 +86,7 @@ def combine(
     lost = set(lost)
     others = {*unasked, *(one for look in looks.values() for one in _named(look))} - looks.keys() - lost
     places = {
-        numbering.number(replica, rank): Place(replica, rank)
+        numbering.number(replica, rank): ReplicaRank(replica, rank)
         for replica in sorted({*looks, *lost, *others})
         for rank in range(numbering.width)
     }

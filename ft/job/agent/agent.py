@@ -22,7 +22,7 @@ from ft.faults.verdict import USER_CODE
 from ft.job.agent import first_contact
 from ft.job.agent.announcements import RecoveryNews, Room, cause_of_crash
 from ft.job.agent.console import Console, last_words
-from ft.job.agent.control_plane import ControlPlaneSupervisor, Fenced, JournalBroken, Sidecar
+from ft.job.agent.control_plane import ControlPlaneSupervisor, Fenced, JournalBroken, SidecarProcess
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import Masters, NodeContext
 from ft.job.agent.faults import AgentFaults
@@ -30,7 +30,7 @@ from ft.job.agent.health import HEALTH_ROOT, HealthWatch
 from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import PoolBroken, PoolUpkeep, WarmPool
-from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked, Uplink
+from ft.job.agent.uplink import Linked, NewLife, ReportRefused, Unlinked, Uplink
 from ft.job.agent.workforce import Worker, WorkerListener, Workforce, listen
 from ft.job.control.state import ControlOptions
 from ft.job.messages import (
@@ -159,7 +159,7 @@ class Agent:
         )
         recoveries = RecoveryNews(None if node_rank else run_dir / "events.jsonl", console.show)
         where, settings = _channel_address(options, port, place.host), _settings(options, len(faults))
-        sidecar = Sidecar(supervisor, run_dir, where, settings)
+        sidecar = SidecarProcess(supervisor, run_dir, where, settings)
         reader = _reader(options, place.node)
         self._supervisor, self.console, self._uplink, self._workforce = supervisor, console, uplink, workforce
         self._devices, self._recoveries, self._warm_pool = devices, recoveries, pool
@@ -333,7 +333,7 @@ class Agent:
             case GivenUp():
                 if what.node == self._node:
                     self._leave_and_come_back(what.reason)
-            case Linked() | Unlinked() | NewLife() | Refused() | Fenced() | JournalBroken():
+            case Linked() | Unlinked() | NewLife() | ReportRefused() | Fenced() | JournalBroken():
                 self._on_link(what)
 
     def _tell_notice(self, order: Notice) -> None:
@@ -421,7 +421,7 @@ class Agent:
 
     # --- the control plane -------------------------------------------------------------------------------------------
 
-    def _on_link(self, what: Linked | Unlinked | NewLife | Refused | Fenced | JournalBroken) -> None:
+    def _on_link(self, what: Linked | Unlinked | NewLife | ReportRefused | Fenced | JournalBroken) -> None:
         match what:
             case Unlinked():
                 self._was_unlinked = True
@@ -436,7 +436,7 @@ class Agent:
             case Fenced():
                 if self._workforce.workers:
                     self._leave_and_come_back(what.reason)
-            case Refused():
+            case ReportRefused():
                 self._refuse(what.reason)
 
     def _refuse(self, reason: str) -> None:

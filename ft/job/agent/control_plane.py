@@ -24,7 +24,7 @@ from ft.base.errors import UserError
 from ft.job.agent import succession
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console, last_lines
-from ft.job.agent.uplink import Refused, Uplink
+from ft.job.agent.uplink import ReportRefused, Uplink
 from ft.job.control.state import ControlOptions, Given
 from ft.job.control.timeouts import Timeouts
 from ft.net.codec import to_json
@@ -36,7 +36,7 @@ from ft.platform.supervisor import Supervisor
 _LEAVE_S, _TERM_S = 10.0, 2.0
 
 
-class Sidecar:
+class SidecarProcess:
     """Starts and ends the control plane's process.
 
     Args:
@@ -172,14 +172,14 @@ class ControlPlaneSupervisor:
     Args:
         sidecar: the control plane's process, not started yet.
         recoveries: prints the summaries of recoveries, on a node that takes the control plane over too.
-        obey: called with the events ``Refused``, ``Fenced`` and ``JournalBroken``.
+        obey: called with the events ``ReportRefused``, ``Fenced`` and ``JournalBroken``.
     """
 
     def __init__(
         self,
         run_dir: Path,
         node_rank: int,
-        sidecar: Sidecar,
+        sidecar: SidecarProcess,
         timeouts: Timeouts,
         uplink: Uplink,
         console: Console,
@@ -271,7 +271,7 @@ class ControlPlaneSupervisor:
         elif what == succession.FENCE:
             self._obey(Fenced(why))
         elif what == succession.GIVE_UP:
-            self._obey(Refused(why))
+            self._obey(ReportRefused(why))
 
     def finish(self) -> None:
         """Start no other control plane from now on."""
@@ -345,7 +345,7 @@ class ControlPlaneSupervisor:
         how = f"the control plane {processes.how_it_ended(code)}"
         lines = [f"    {line}" for line in last_lines(self._sidecar.log)]
         if code == UserError.exit_code:
-            self._obey(Refused("\n".join([how, *lines])))
+            self._obey(ReportRefused("\n".join([how, *lines])))
         elif self._dies_again_and_again():
             self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
         elif self._try_start():

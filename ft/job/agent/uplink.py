@@ -62,7 +62,7 @@ class NewLife:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ReportRefused:
     """Event: the control plane will never accept this agent."""
 
     reason: str
@@ -124,7 +124,7 @@ class Uplink:
             out.wait(patience_s)
 
     def take(self) -> list[Any]:
-        """Return the orders and the events (``Linked``, ``Refused``, ...) that were received since the last call."""
+        """Return the orders and the events (``Linked``, ``ReportRefused``, ...) that came since the last call."""
         found = []
         while self._came:
             found.append(self._came.popleft())
@@ -220,9 +220,9 @@ class _Session:
         except FtError as error:
             if not self._was_linked:
                 leave_message(self._run_dir, f"node {self._node_rank} ({socket.gethostname()})", str(error))
-            self._announce(Refused(str(error)))
+            self._announce(ReportRefused(str(error)))
         except Exception as error:  # if this thread died silently, the agent would wait without knowing why
-            self._announce(Refused(f"the session with the control plane ended: {type(error).__name__}: {error}"))
+            self._announce(ReportRefused(f"the session with the control plane ended: {type(error).__name__}: {error}"))
 
     def _announce(self, what: Any) -> None:
         if not self._ended:

@@ -15,7 +15,7 @@ from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
 from ft.job.control import devices, epochs, history, start_checks
 from ft.job.control import run_ends as ends
-from ft.job.control.failures import Fault, lose_agent, remove, tell
+from ft.job.control.failures import WorkerFault, lose_agent, remove, tell
 from ft.job.control.state import (
     CLOSED,
     EPOCH_OPEN,
@@ -317,7 +317,7 @@ def compare(state: ControlState, now: float, worker: Worker, settings: Mapping[s
     state.failed_starts += 1
     in_vain = state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS
     ends_run, judged = state.phase == GATHERING or in_vain, verdict.of_drift(found)
-    fault = Fault(worker, judged if ends_run else replace(judged, action=verdict.REPLACE))
+    fault = WorkerFault(worker, judged if ends_run else replace(judged, action=verdict.REPLACE))
     tell(state, fault, out)
     if ends_run:
         message = f"{worker.name}: {judged.reason}\n  fix: start every node with the same flags, environment and code"

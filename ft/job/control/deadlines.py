@@ -11,7 +11,7 @@ from ft.faults.verdict import RETRY
 from ft.job import messages as m
 from ft.job.control import devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
-from ft.job.control.failures import Fault, lose_agent, react
+from ft.job.control.failures import WorkerFault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
 from ft.job.control.liveness import Culprit, WorkerView
 from ft.job.control.state import (
@@ -159,7 +159,7 @@ def _late(
     action = RETRY if together and 2 * len(late) > len(state.seats) else verdict.REPLACE
     looks.order(state, now, f"{late[0].name}: {what}", out)
     found = verdict.of_lateness(what, limit_s, action)
-    react(state, now, [Fault(worker, found) for worker in late], out)
+    react(state, now, [WorkerFault(worker, found) for worker in late], out)
 
 
 def _suspicions(state: ControlState, now: float, out: Decisions) -> None:
@@ -173,7 +173,7 @@ def _suspicions(state: ControlState, now: float, out: Decisions) -> None:
     said = state.suspicions[worker.name].said
     looks.order(state, now, f"{worker.name} lost a connection of group {said.group}", out)
     out.add(f"nobody has died within {state.options.timeouts.suspicion_s:g} s of the lost connection of {name}")
-    react(state, now, [Fault(worker, verdict.of_suspicion(said.group, said.message))], out)
+    react(state, now, [WorkerFault(worker, verdict.of_suspicion(said.group, said.message))], out)
 
 
 def _retries(state: ControlState, now: float, worker: Worker) -> int:
@@ -213,7 +213,7 @@ def _stalls(state: ControlState, now: float, out: Decisions) -> None:
     workers = [state.workers[c.worker] for c in guilty]
     if guilty and stalled:
         verdicts = [verdict.of_stall(c.where, c.since_s, c.limit_s) for c in guilty]
-        react(state, now, [Fault(*both) for both in zip(workers, verdicts, strict=True)], out)
+        react(state, now, [WorkerFault(*both) for both in zip(workers, verdicts, strict=True)], out)
     elif guilty:
         _late(state, now, workers, "its step has not ended", max(c.limit_s for c in guilty), out, together=True)
     elif waiting or not _is_at_work(state, views):
@@ -252,7 +252,7 @@ def _all_wait(
     named = [(state.seats[rank], cause.why) for cause in causes for rank in cause.ranks if rank in state.seats]
     name, why = next((one for one in named if one[0] in views), (culprits[0].worker, ""))
     said = verdict.of_standstill(views[name].beat.where, views[name].since_s, culprits[0].limit_s, why)
-    react(state, now, [Fault(state.workers[name], said)], out)
+    react(state, now, [WorkerFault(state.workers[name], said)], out)
 
 
 def _look_ahead(
@@ -274,4 +274,4 @@ def _left(state: ControlState, now: float, out: Decisions) -> None:
     limit = state.limits().leave_s
     gone = [w for w in state.seated() if w.left and now > w.left_at + limit]
     if gone:
-        react(state, now, [Fault(worker, verdict.of_exit(0), dead=True) for worker in gone], out)
+        react(state, now, [WorkerFault(worker, verdict.of_exit(0), dead=True) for worker in gone], out)

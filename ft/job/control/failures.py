@@ -26,7 +26,7 @@ from ft.job.control.state import (
 
 
 @dataclass(frozen=True)
-class Fault:
+class WorkerFault:
     """A failed worker and the verdict on it.
 
     Attributes:
@@ -61,7 +61,7 @@ def worker_silent(state: ControlState, now: float, report: m.WorkerSilent, out: 
         return
     if worker.rank is not None:
         looks.order(state, now, f"{worker.name} sends no heartbeats", out)
-    react(state, now, [Fault(worker, verdict.of_silence(report.silent_s, report.state))], out)
+    react(state, now, [WorkerFault(worker, verdict.of_silence(report.silent_s, report.state))], out)
 
 
 def worker_failed(state: ControlState, now: float, report: m.WorkerFailed, out: Decisions) -> None:
@@ -72,8 +72,8 @@ def worker_failed(state: ControlState, now: float, report: m.WorkerFailed, out: 
         return
     found = history.weigh_findings(state, now, worker, verdict.of_error(report.kinds, report.message))
     if worker.rank is None and worker.started_for is None:  # a standby that found itself unfit: nothing is to recover
-        tell(state, Fault(worker, found), out)
-        remove(state, now, Fault(worker, found), out)
+        tell(state, WorkerFault(worker, found), out)
+        remove(state, now, WorkerFault(worker, found), out)
         return
     is_stale = report.epoch != state.epoch or state.phase not in EPOCH_OPEN
     if is_stale and found.action in (RETRY, RESTART) and state.phase != GATHERING:
@@ -85,7 +85,7 @@ def worker_failed(state: ControlState, now: float, report: m.WorkerFailed, out: 
     if "FallbackError" in report.kinds and state.phase == REPAIRING:
         _spoil(state, worker)
         found = replace(found, action=RETRY, reason=f"{found.reason}; an earlier step is looked for")
-    react(state, now, [Fault(worker, found)], out, step=report.step)
+    react(state, now, [WorkerFault(worker, found)], out, step=report.step)
 
 
 def _spoil(state: ControlState, worker: Worker) -> None:
@@ -132,10 +132,10 @@ def lose_agent(state: ControlState, now: float, agent: Agent, why: str, out: Dec
         ends.restart(state, now, f"{node} was lost before its workers had started: {why}", out)
         return
     found = verdict.of_lost_agent(state.named(agent), why)
-    react(state, now, [Fault(worker, found, dead=True) for worker in here], out)
+    react(state, now, [WorkerFault(worker, found, dead=True) for worker in here], out)
 
 
-def react(state: ControlState, now: float, faults: list[Fault], out: Decisions, step: int | None = None) -> None:
+def react(state: ControlState, now: float, faults: list[WorkerFault], out: Decisions, step: int | None = None) -> None:
     """Carry out the verdicts on one or several failures; the most severe action decides.
 
     ``step`` is the last committed step that the failed worker reported, or None if it reported none.
@@ -183,7 +183,7 @@ def _seated_exit(state: ControlState, now: float, worker: Worker, code: int, out
         ends.finish_if_done(state, now, out)
         return
     found = history.weigh_findings(state, now, worker, verdict.of_exit(code))
-    react(state, now, [Fault(worker, found, dead=True)], out)
+    react(state, now, [WorkerFault(worker, found, dead=True)], out)
 
 
 def _early_exit(state: ControlState, now: float, worker: Worker, code: int, out: Decisions) -> None:
@@ -195,7 +195,7 @@ def _early_exit(state: ControlState, now: float, worker: Worker, code: int, out:
         out.add(f"{worker.name} has ended with code 0 before training began")
         ends.finish_if_all_left(state, now, out)
     else:
-        react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
+        react(state, now, [WorkerFault(worker, verdict.of_exit(code), dead=True)], out)
 
 
 def _standby_exit(state: ControlState, now: float, worker: Worker, code: int, out: Decisions) -> None:
@@ -215,7 +215,7 @@ def _standby_exit(state: ControlState, now: float, worker: Worker, code: int, ou
 # --- the parts of a reaction -----------------------------------------------------------------------------------------
 
 
-def _spared(state: ControlState, faults: list[Fault]) -> list[Fault]:
+def _spared(state: ControlState, faults: list[WorkerFault]) -> list[WorkerFault]:
     """Return the faults with verdicts that do not kill a worker together with all holders of the copy of its state.
 
     Such workers try again in place (RETRY): one that is only late can still hand its state on. If they do so in vain,
@@ -226,13 +226,13 @@ def _spared(state: ControlState, faults: list[Fault]) -> list[Fault]:
     if len(doomed) < 2 or not any(ranks and doomed.issuperset(ranks) for ranks in holders):
         return faults
 
-    def again(fault: Fault) -> Fault:
+    def again(fault: WorkerFault) -> WorkerFault:
         return replace(fault, verdict=replace(fault.verdict, category=TRANSIENT, action=RETRY))
 
     return [again(fault) if fault.worker.rank in doomed else fault for fault in faults]
 
 
-def _judge(state: ControlState, now: float, fault: Fault, at: int) -> Fault:
+def _judge(state: ControlState, now: float, fault: WorkerFault, at: int) -> WorkerFault:
     """Return the fault with its verdict adjusted to earlier failures and to the options of the run."""
     worker, found = fault.worker, fault.verdict
     if worker.rank is None and state.phase != GATHERING:
@@ -242,7 +242,7 @@ def _judge(state: ControlState, now: float, fault: Fault, at: int) -> Fault:
     found = history.weigh(state.history, now, _rank_of(worker), at, found)
     if not state.options.hot_swap and found.action in (RETRY, REPLACE):
         found = verdict.raised(found, RESTART, "hot-swap is off")
-    return Fault(worker, found, fault.dead)
+    return WorkerFault(worker, found, fault.dead)
 
 
 def _rank_of(worker: Worker) -> int | None:
@@ -250,7 +250,7 @@ def _rank_of(worker: Worker) -> int | None:
     return worker.rank if worker.rank is not None else worker.started_for
 
 
-def tell(state: ControlState, fault: Fault, out: Decisions) -> None:
+def tell(state: ControlState, fault: WorkerFault, out: Decisions) -> None:
     """Record the verdict on a failed worker."""
     worker, found = fault.worker, fault.verdict
     rank = _rank_of(worker)
@@ -270,7 +270,7 @@ def tell(state: ControlState, fault: Fault, out: Decisions) -> None:
     )
 
 
-def remove(state: ControlState, now: float, fault: Fault, out: Decisions) -> None:
+def remove(state: ControlState, now: float, fault: WorkerFault, out: Decisions) -> None:
     """Remove a worker that a standby replaces. If its process still lives, kill it, so that it cannot come back."""
     worker, found = fault.worker, fault.verdict
     if found.action != REPLACE and worker.rank is not None:
@@ -293,11 +293,11 @@ def _remove_those_who_left(state: ControlState, now: float, out: Decisions) -> N
     """
     for worker in state.seated():
         if worker.left:
-            tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
-            remove(state, now, Fault(worker, verdict.of_exit(0), dead=True), out)
+            tell(state, WorkerFault(worker, verdict.of_exit(0), dead=True), out)
+            remove(state, now, WorkerFault(worker, verdict.of_exit(0), dead=True), out)
 
 
-def _verdicts(state: ControlState, faults: list[Fault]) -> list[str]:
+def _verdicts(state: ControlState, faults: list[WorkerFault]) -> list[str]:
     """Return, in words, the verdicts and which logical ranks were waiting in which operation."""
     found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
     waiting: dict[str, list[int]] = {}
@@ -309,7 +309,7 @@ def _verdicts(state: ControlState, faults: list[Fault]) -> list[str]:
     return found
 
 
-def _names(faults: list[Fault]) -> str:
+def _names(faults: list[WorkerFault]) -> str:
     names = [
         f"{fault.worker.name} (logical rank {rank})" for fault in faults if (rank := _rank_of(fault.worker)) is not None
     ]

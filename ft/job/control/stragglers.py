@@ -26,7 +26,7 @@ from ft.base.step_clock import BLOCK, OWN
 from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.control import devices
-from ft.job.control.failures import Fault, react
+from ft.job.control.failures import WorkerFault, react
 from ft.job.control.state import RUNNING, ControlState, Decisions, Vacancy, Worker
 from ft.job.messages import PaceJudged, StepTimes
 from ft.record.metrics import Span, as_line
@@ -151,7 +151,7 @@ def _evict(state: ControlState, now: float, worker: Worker, report: m.PaceJudged
     state.evicted_at = report.step
     has_device = state.agents[worker.node].joined.devices > 0
     found = verdict.of_straggler(report.ratio, limit, report.cause, has_device)
-    react(state, now, [Fault(worker, found)], out)
+    react(state, now, [WorkerFault(worker, found)], out)
 
 
 def _why_not(state: ControlState, worker: Worker, ratio: float, step: int) -> str:

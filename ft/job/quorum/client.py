@@ -20,7 +20,7 @@ from ft.job.quorum.values import FRAME, PURPOSE, NoQuorum, Quorum, Report, pack,
 from ft.net.backoff import Backoff
 from ft.net.codec import from_json, to_json
 from ft.net.framed import BadFrame, Stream
-from ft.net.handshake import Refused
+from ft.net.handshake import HandshakeRefused
 from ft.platform import election
 from ft.platform.election import QUORUM
 from ft.platform.processes import OwnPauses
@@ -34,7 +34,7 @@ _CLOSE_S = 1.0
 _BEAT = pack({"kind": "beat"})
 
 
-class Link:
+class ServerLink:
     """The thread of a client that keeps one connection to the quorum server.
 
     Args:
@@ -136,7 +136,7 @@ class Link:
             for message in self._greet():
                 stream.send(FRAME, bodies=[message])
             self._serve(stream, server.term)
-        except Refused:
+        except HandshakeRefused:
             raise UserError(
                 "the quorum server belongs to another run: it refuses this one's token",
                 "start each run with a --run-dir of its own",
@@ -243,7 +243,7 @@ class QuorumClient:
         self._told = threading.Event()
         self._never: FtError | None = None
         self._left = self._aside = b""
-        self._link = Link(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
+        self._link = ServerLink(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
 
     def arriving(self) -> None:
         """Announce that this life has started and will call :meth:`hello` soon.
@@ -422,7 +422,7 @@ class Notice:
 
     def __init__(self, run_dir: str | Path, replica: int, life: int, token: str, what: str, reason: str = ""):
         notice = _notice(replica, what=what, life=life, reason=reason)
-        self._link = Link(Path(run_dir), token, Limits(), lambda: [notice], _ignore, _ignore)
+        self._link = ServerLink(Path(run_dir), token, Limits(), lambda: [notice], _ignore, _ignore)
         self._link.start()
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ def wanted(given: argparse.Namespace) -> bool:
     return any(value is not None for name, value in vars(given).items() if name.startswith(("ft_hsdp_", "ft_spare_")))
 
 
-class Plan(Protocol):
+class SparePlan(Protocol):
     """SPARe's plan of a run; the attributes are those of :class:`Replicas`."""
 
     redundancy: int
@@ -149,7 +149,7 @@ class Plan(Protocol):
 
 
 def read(
-    given: argparse.Namespace, place_stacks: Callable[[int, int], object], read_plan: Callable[[str, int], Plan]
+    given: argparse.Namespace, place_stacks: Callable[[int, int], object], read_plan: Callable[[str, int], SparePlan]
 ) -> Replicas:
     """Check the parsed flags and fill in defaults.
 

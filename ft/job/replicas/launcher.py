@@ -28,8 +28,8 @@ from ft.job.quorum import EPOCHS, GIVEN_UP, Notice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.host import QuorumHost
 from ft.job.replicas.marks import Marks, read
-from ft.job.replicas.member import Member, next_life
-from ft.job.replicas.stand_in import Place
+from ft.job.replicas.member import ReplicaMember, next_life
+from ft.job.replicas.stand_in import LauncherPlace
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
 from ft.record import looks
@@ -241,13 +241,13 @@ class Launcher:
         self,
         supervisor: Supervisor,
         run_dir: Path,
-        members: list[Member],
+        members: list[ReplicaMember],
         host: QuorumHost,
         console: MergedConsole,
         replicas: int,
         least: int,
-        place: Place | None = None,
-        members_of: Callable[[int], list[Member]] = lambda place: [],
+        place: LauncherPlace | None = None,
+        members_of: Callable[[int], list[ReplicaMember]] = lambda place: [],
     ):
         self._supervisor, self._run_dir, self._host, self._console = supervisor, run_dir, host, console
         self._members = {member.replica: member for member in members}
@@ -308,7 +308,7 @@ class Launcher:
 
     # --- children ----------------------------------------------------------------------------------------------------
 
-    def _on_exit(self, member: Member, code: int) -> None:
+    def _on_exit(self, member: ReplicaMember, code: int) -> None:
         self._console.poll(to_the_end=True)
         is_over = bool(self._signum) or self._finished_at is not None
         answer = member.ended(code, ending=is_over)
@@ -329,12 +329,12 @@ class Launcher:
         else:
             self._give_up(member, answer.reason)
 
-    def _give_up(self, member: Member, reason: str) -> None:
+    def _give_up(self, member: ReplicaMember, reason: str) -> None:
         self._console.complain(f"replica {member.replica} is given up: {reason}; {self._way_back(member.replica)}")
         self._mark(member.replica, marks.GIVEN_UP)
         self._failure_notices.append(self._notify(member, reason))
 
-    def _notify(self, member: Member, reason: str) -> Notice:
+    def _notify(self, member: ReplicaMember, reason: str) -> Notice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
         life = next_life(member.folder, 0) - 1
         if member.options.hot_swap:  # each epoch of its workers was a life
@@ -366,7 +366,7 @@ class Launcher:
                 member.due = now + _RETRY_S
                 self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
 
-    def _has_a_life(self, member: Member, now: float) -> bool:
+    def _has_a_life(self, member: ReplicaMember, now: float) -> bool:
         """Return whether an agent can be started: there is a life for it to join, or it begins one.
 
         A member that waits for too long is given up: the first node of its replica is lost, and nobody took its place.
@@ -453,7 +453,7 @@ class Launcher:
         elif verdict.what == policy.END:
             self._verdict = verdict
 
-    def _view(self, member: Member, seen: Seen, finished_s: float | None) -> policy.ReplicaView:
+    def _view(self, member: ReplicaMember, seen: Seen, finished_s: float | None) -> policy.ReplicaView:
         restarts = seen.restarts.get(member.replica, 0)
         if finished_s is not None and member.restarts_then is None:
             member.restarts_then = restarts
@@ -467,7 +467,7 @@ class Launcher:
             gathering=not seen.trains(member.replica),
         )
 
-    def _tell(self, member: Member, reason: str, now: float) -> None:
+    def _tell(self, member: ReplicaMember, reason: str, now: float) -> None:
         self._console.say(f"replica {member.replica} is told to end: {reason}")
         self._ending[member.replica] = now
         member.send(signal.SIGTERM)
@@ -519,7 +519,7 @@ class Launcher:
         self._console.close()
 
 
-def _watched(members: list[Member]) -> tuple[dict[int, Path], set[int]]:
+def _watched(members: list[ReplicaMember]) -> tuple[dict[int, Path], set[int]]:
     """Return (replica -> its folder, the replicas whose first node this is)."""
     folders = {member.replica: member.folder for member in members}
     return folders, {member.replica for member in members if not member.part.node_rank}

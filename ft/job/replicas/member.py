@@ -20,7 +20,7 @@ from ft.job.agent.devices import LeftOut
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.control.timeouts import Timeouts
 from ft.job.replicas import policy
-from ft.job.replicas.places import Part
+from ft.job.replicas.places import LauncherPart
 from ft.platform import election, processes
 from ft.platform.supervisor import Supervisor
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 @dataclass
-class Member:
+class ReplicaMember:
     """One replica of the launcher, and the process of its agent.
 
     Attributes:
@@ -81,13 +81,13 @@ class Member:
             before.
     """
 
-    part: Part
+    part: LauncherPart
     options: RunOptions
     faults: list[inject.Fault]
     environment: Mapping[str, str]
     supervisor: Supervisor
     is_late: bool = False
-    on_exit: Callable[["Member", int], None] = lambda member, code: None
+    on_exit: Callable[["ReplicaMember", int], None] = lambda member, code: None
     process: subprocess.Popen[bytes] | None = None
     lives: list[float] = field(default_factory=list)
     due: float = 0.0

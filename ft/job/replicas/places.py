@@ -11,7 +11,7 @@ from ft.faults.spec import FaultSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class LauncherPart:
     """The part of a replica that is on one node.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
         return self.training_nodes * self.nproc
 
 
-def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int, standby_nodes: int = 0) -> list[Part]:
+def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int, standby_nodes: int = 0) -> list[LauncherPart]:
     """Return the parts of the node ``node_rank``, in the order of replicas.
 
     The nodes that train form groups of equal size: the nodes of one replica, or one node that several replicas share.
@@ -80,11 +80,12 @@ def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int, standby_nod
         index = size + turn
     standbys, each = len(range(group, standby_nodes, groups)), nproc // sharing
     return [
-        Part(group * sharing + i, size + standbys, index, each, i * each, sharing > 1, standbys) for i in range(sharing)
+        LauncherPart(group * sharing + i, size + standbys, index, each, i * each, sharing > 1, standbys)
+        for i in range(sharing)
     ]
 
 
-def devices_of(part: Part, visible: str | None, count: int) -> str | None:
+def devices_of(part: LauncherPart, visible: str | None, count: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for the replica's workers, whose local ranks begin at 0; None: leave it unchanged.
 
     Args:
@@ -98,7 +99,7 @@ def devices_of(part: Part, visible: str | None, count: int) -> str | None:
     return ",".join(name.strip() for name in names[part.first : end])
 
 
-def plan_faults(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: int) -> dict[int, list[Fault]]:
+def plan_faults(specs: Sequence[FaultSpec], replicas: int, shape: LauncherPart, seed: int) -> dict[int, list[Fault]]:
     """Return replica -> its faults. The result is the same on every node, and faults are numbered over the whole run.
 
     A fault without the key ``replica`` counts ranks over all replicas: with 2 workers each, rank 3 is the second rank
@@ -120,7 +121,7 @@ def plan_faults(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: in
     return planned
 
 
-def _of_one(spec: FaultSpec, replicas: int, shape: Part, seed: int) -> list[tuple[int, Fault]]:
+def _of_one(spec: FaultSpec, replicas: int, shape: LauncherPart, seed: int) -> list[tuple[int, Fault]]:
     nodes = [f"n{i}" for i in range(shape.training_nodes)]
     one = replace(spec, replica=None)
     if (

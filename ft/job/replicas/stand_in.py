@@ -20,7 +20,7 @@ from ft.base.errors import UserError
 from ft.job.control.state import ENDED, GATHERING
 from ft.job.replicas import marks
 from ft.job.replicas.host import FOLDER
-from ft.job.replicas.places import Part
+from ft.job.replicas.places import LauncherPart
 from ft.platform import election, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord
 from ft.platform.processes import OwnPauses
@@ -82,7 +82,7 @@ class Lookout:
         choice: the place to take, None if there is none or this node's workers are in use.
     """
 
-    def __init__(self, run_dir: Path, mine: list[Part], place: int, replicas_of: Mapping[int, list[int]]):
+    def __init__(self, run_dir: Path, mine: list[LauncherPart], place: int, replicas_of: Mapping[int, list[int]]):
         self._run_dir, self._mine, self._place, self._replicas_of = run_dir, mine, place, replicas_of
         self._leases: dict[int, tuple[LeaseRecord, float]] = {}
         self._controls: dict[int, tuple[LeaseRecord | None, float]] = {}
@@ -133,7 +133,7 @@ class Lookout:
             return 0.0
         return self._pauses.between(self._idle_since.setdefault(replica, now), now)
 
-    def _is_used(self, part: Part) -> bool:
+    def _is_used(self, part: LauncherPart) -> bool:
         """Return whether workers of this node hold logical ranks of a replica that trains."""
         status = read_status(self._run_dir / f"replica-{part.replica}")
         seats = status.get("seats")
@@ -146,7 +146,7 @@ class Lookout:
                 self.choice = self.look(time.monotonic())
 
 
-class Place:
+class LauncherPlace:
     """The place of this launcher, and its lease.
 
     Args:

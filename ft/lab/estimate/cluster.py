@@ -114,7 +114,7 @@ _ALL = (
 MODELS = {model.name: model for model in _ALL}
 
 
-class Device(NamedTuple):
+class GpuModel(NamedTuple):
     """One GPU as described by its data sheet.
 
     Attributes:
@@ -136,11 +136,11 @@ class Device(NamedTuple):
 
 
 _DEVICES = (
-    Device("h200", 989e12, 141 * GB, 4.8e12, 450 * GB, 50 * GB, "NVIDIA H200 data sheet (SXM)"),
-    Device("h100", 989e12, 80 * GB, 3.35e12, 450 * GB, 50 * GB, "NVIDIA H100 data sheet (SXM)"),
-    Device("h100-nvl", 835e12, 94 * GB, 3.9e12, 300 * GB, 50 * GB, "NVIDIA H100 NVL data sheet"),
-    Device("a100", 312e12, 80 * GB, 2.039e12, 300 * GB, 25 * GB, "NVIDIA A100 data sheet (SXM, 80 GB)"),
-    Device("a100-40gb", 312e12, 40 * GB, 1.555e12, 300 * GB, 25 * GB, "NVIDIA A100 data sheet (SXM, 40 GB)"),
+    GpuModel("h200", 989e12, 141 * GB, 4.8e12, 450 * GB, 50 * GB, "NVIDIA H200 data sheet (SXM)"),
+    GpuModel("h100", 989e12, 80 * GB, 3.35e12, 450 * GB, 50 * GB, "NVIDIA H100 data sheet (SXM)"),
+    GpuModel("h100-nvl", 835e12, 94 * GB, 3.9e12, 300 * GB, 50 * GB, "NVIDIA H100 NVL data sheet"),
+    GpuModel("a100", 312e12, 80 * GB, 2.039e12, 300 * GB, 25 * GB, "NVIDIA A100 data sheet (SXM, 80 GB)"),
+    GpuModel("a100-40gb", 312e12, 40 * GB, 1.555e12, 300 * GB, 25 * GB, "NVIDIA A100 data sheet (SXM, 40 GB)"),
 )
 DEVICES = {device.name: device for device in _DEVICES}
 
@@ -164,7 +164,7 @@ class Cluster:
         slowdown: factor on the time of every transfer; 1 unless calibrated to a measured share (``command.py``).
     """
 
-    device: Device
+    device: GpuModel
     gpus: int
     per_node: int = 8
     network: float = 50 * GB

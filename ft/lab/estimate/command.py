@@ -72,7 +72,7 @@ KEYS = Keys({
 
 
 @dataclass(frozen=True)
-class Question:
+class EstimateQuestion:
     """A consistent scenario.
 
     Attributes:
@@ -89,7 +89,7 @@ class Question:
     kinds: tuple[str, ...] = INTER + INTRA
 
 
-def question(given: argparse.Namespace) -> Question:
+def question(given: argparse.Namespace) -> EstimateQuestion:
     """Return the question of a parsed command line and its file.
 
     Raises:
@@ -107,7 +107,7 @@ def question(given: argparse.Namespace) -> Question:
     targets = [name for name in targets if getattr(given, name) is not None] or targets  # a flag goes before the file
     if len(targets) > 1:
         raise UserError("transfers cannot be calibrated to an idle share and a naive overhead at once", "give one")
-    return Question(
+    return EstimateQuestion(
         model,
         cluster,
         layout,
@@ -202,7 +202,7 @@ def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: floa
     return Shares(naive / end - 1, 1 - busy / end / pipeline.stages)
 
 
-def cluster_of(asked: Question) -> Cluster:
+def cluster_of(asked: EstimateQuestion) -> Cluster:
     """Return the cluster of a question, with transfers slowed down as far as its calibration asks.
 
     Raises:
@@ -213,7 +213,7 @@ def cluster_of(asked: Question) -> Cluster:
     return calibrated(asked.model, asked.layout, asked.cluster, *asked.calibration)
 
 
-def estimate(asked: Question, cluster: Cluster) -> Plan:
+def estimate(asked: EstimateQuestion, cluster: Cluster) -> Plan:
     """Return the plan of an iteration on a (calibrated) cluster.
 
     Raises:
@@ -261,12 +261,12 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def as_text(asked: Question, cluster: Cluster, found: Plan) -> str:
+def as_text(asked: EstimateQuestion, cluster: Cluster, found: Plan) -> str:
     """Return what is left out, the scenario, the answer of ``ft dmr plan``, and the assumptions."""
     return "\n\n".join([LEFT_OUT, _head(asked, cluster, found), text.as_text(found), _assumed(asked, cluster)])
 
 
-def _head(asked: Question, cluster: Cluster, found: Plan) -> str:
+def _head(asked: EstimateQuestion, cluster: Cluster, found: Plan) -> str:
     layout = asked.layout
     experts = f", EP {layout.ep}" if asked.model.experts else ""
     chunks = f" ({layout.chunks} chunks each)" if layout.chunks > 1 else ""
@@ -282,13 +282,13 @@ def _head(asked: Question, cluster: Cluster, found: Plan) -> str:
     )
 
 
-def _of_peak(asked: Question, found: Plan) -> float:
+def _of_peak(asked: EstimateQuestion, found: Plan) -> float:
     """Return the model FLOPs utilisation without DMR, from 0 to 1, without recomputation."""
     flops = asked.model.flops_per_token() * asked.model.sequence * asked.layout.batch
     return flops / (asked.layout.gpus * asked.cluster.device.flops * found.predicted.t_none / 1e6)
 
 
-def _assumed(asked: Question, cluster: Cluster) -> str:
+def _assumed(asked: EstimateQuestion, cluster: Cluster) -> str:
     """Return text that says which figures are documented, assumed and calibrated."""
     said = assumptions(asked.model, cluster)
     if asked.calibration is None:
@@ -300,7 +300,7 @@ def _assumed(asked: Question, cluster: Cluster) -> str:
     )
 
 
-def as_values(asked: Question, cluster: Cluster, found: Plan) -> dict[str, Any]:
+def as_values(asked: EstimateQuestion, cluster: Cluster, found: Plan) -> dict[str, Any]:
     """Return the estimate as JSON values: those of ``ft dmr plan``, and the scenario."""
     layout = asked.layout
     return {

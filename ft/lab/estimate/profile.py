@@ -15,7 +15,17 @@ from ft.lab.estimate import block
 from ft.lab.estimate.block import BF16, FP32, Step, Transfer, Work, message_seconds, read_seconds, seconds
 from ft.lab.estimate.cluster import RESERVED, Cluster, Layout, Model
 from ft.systems.dmr.plan.predict import Timeline, idle, simulate
-from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Memory, Operator, Tensor, Trace, Window
+from ft.systems.dmr.plan.trace import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    MemoryInUse,
+    Operator,
+    Tensor,
+    Trace,
+    Window,
+)
 from ft.systems.schedule.kinds import Pipeline
 from ft.systems.schedule.program import Unit
 
@@ -230,7 +240,7 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
         ops=tuple(sorted(builder.ops, key=lambda op: (op.stage, op.start_us))),
         tensors=builder.tensors(),
         windows=tuple(sorted(builder.windows, key=lambda window: (window.stage, window.start_us))),
-        memory=Memory(_memory(model, layout, timeline), budget or cluster.device.memory),
+        memory=MemoryInUse(_memory(model, layout, timeline), budget or cluster.device.memory),
         pipeline=pipeline,
         units=tuple((unit, *times) for unit, times in timeline.times.items()),
         early_stop=layout.early_stop,

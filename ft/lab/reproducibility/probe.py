@@ -100,7 +100,7 @@ class Kind:
 
 
 @dataclass(slots=True)
-class Finding:
+class Repeated:
     """The result of executing calls of one kind repeatedly.
 
     Attributes:
@@ -134,7 +134,7 @@ class Probe(TorchDispatchMode):
     def __init__(self, runs: int, calls: int = 2):
         super().__init__()
         self._runs, self._calls = runs, calls
-        self.findings: dict[Kind, Finding] = {}
+        self.findings: dict[Kind, Repeated] = {}
         self.case = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -147,16 +147,16 @@ class Probe(TorchDispatchMode):
         finding.calls += 1
         return self._execute(finding, call)
 
-    def _finding_of(self, call: Call) -> Finding:
+    def _finding_of(self, call: Call) -> Repeated:
         given = tensors_in((call.args, call.kwargs))
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in given)
         magnitude = max((tensor.numel() for tensor in given), default=0).bit_length()
         kind = Kind(call.kind.name, tuple(dtypes), magnitude)
         if kind not in self.findings:
-            self.findings[kind] = Finding(kind, self.case, tuple(tuple(tensor.shape) for tensor in given))
+            self.findings[kind] = Repeated(kind, self.case, tuple(tuple(tensor.shape) for tensor in given))
         return self.findings[kind]
 
-    def _execute(self, finding: Finding, call: Call) -> Any:
+    def _execute(self, finding: Repeated, call: Call) -> Any:
         """Execute the call and its repetitions; return the result of the call itself."""
         if not call.kind.written:
             state = state_before(call)
@@ -169,7 +169,7 @@ class Probe(TorchDispatchMode):
         _compare(finding, first, tensors_in(written(call)))
         return out
 
-    def _repeat(self, finding: Finding, first: Sequence[torch.Tensor], again: Again) -> None:
+    def _repeat(self, finding: Repeated, first: Sequence[torch.Tensor], again: Again) -> None:
         before = finding.differing
         for _ in range(self._runs):
             _compare(finding, first, again())
@@ -178,7 +178,7 @@ class Probe(TorchDispatchMode):
             finding.deterministic = max(both, key=(None, STABLE, NOT_TRIED, UNSTABLE, REFUSED).index)  # the worse one
 
 
-def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> None:
+def _compare(finding: Repeated, first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> None:
     finding.runs += 1
     wrong = [(a, b) for a, b in zip(first, again, strict=True) if not same(a, b)]
     if not wrong:
@@ -230,10 +230,10 @@ class ProbeResult:
     torch: str
     deterministic: bool
     cases: Sequence[Case]
-    findings: Sequence[Finding]
+    findings: Sequence[Repeated]
 
     @property
-    def unstable(self) -> list[Finding]:
+    def unstable(self) -> list[Repeated]:
         """Return the findings of unstable operators, ordered by operator."""
         return sorted((one for one in self.findings if not one.is_stable), key=lambda one: one.kind)
 
@@ -273,7 +273,7 @@ def as_values(outcome: ProbeResult) -> dict[str, Any]:
     }
 
 
-def _row(one: Finding, *, deterministic: bool) -> tuple[str, ...]:
+def _row(one: Repeated, *, deterministic: bool) -> tuple[str, ...]:
     largest = max(one.shapes, key=math.prod, default=())
     instead = "that is on" if deterministic else _MEANING[one.deterministic or NOT_TRIED]
     return (
@@ -304,7 +304,7 @@ def _advice(outcome: ProbeResult) -> list[str]:
     return lines
 
 
-def _values(one: Finding) -> dict[str, Any]:
+def _values(one: Repeated) -> dict[str, Any]:
     return {
         "operator": one.kind.operator,
         "dtypes": list(one.kind.dtypes),

@@ -183,7 +183,7 @@ class Crew:
         os._exit(code)
 
 
-class Member:
+class TestRank:
     """A rank with reconfigurable process groups, which closes epochs when a key of the store says so. In a run, the
     control plane closes epochs; here the check's process or another rank does. ``waits``: whether a failed operation
     waits for the epoch to be closed before it raises, as in a run."""

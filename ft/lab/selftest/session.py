@@ -95,7 +95,7 @@ _INTERACTIVE_STEP = "4294967290"
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """This node's place among the nodes of the self-test; nodes are numbered from 0."""
 
     node: int = 0
@@ -113,7 +113,7 @@ class Nodes:
         address: address of the store, "" with one node.
     """
 
-    def __init__(self, place: Place, run_dir: Path, turn: Callable[[], None]):
+    def __init__(self, place: NodePlace, run_dir: Path, turn: Callable[[], None]):
         self.place, self._turn = place, turn
         self.host, self.address, self.token = "127.0.0.1", "", "selftest"
         self.names = [os.uname().nodename]
@@ -365,7 +365,7 @@ _RESERVE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class TestPlan:
     """What a self-test is to do. ``planted``: names of the checks whose fault is made; ``run_dir``: the folder that the
     checks may write to, which all nodes share; ``gpus``: largest number of GPUs to use on each node; None: all."""
 
@@ -374,13 +374,13 @@ class Plan:
     seconds: float
     run_dir: Path
     gpus: int | None
-    place: Place
+    place: NodePlace
 
 
 class SelfTest:
     """A self-test on this node."""
 
-    def __init__(self, plan: Plan, executor: Executor):
+    def __init__(self, plan: TestPlan, executor: Executor):
         self._plan, self._executor = plan, executor
         self._began = time.monotonic()
         self._folder = _folder(plan)
@@ -444,7 +444,7 @@ class SelfTest:
         return result
 
 
-def _folder(plan: Plan) -> Path:
+def _folder(plan: TestPlan) -> Path:
     """Return the folder for logs: the run folder, or a temporary one if that cannot be written (a check says so)."""
     folder = plan.run_dir.absolute()
     try:

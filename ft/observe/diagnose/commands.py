@@ -16,7 +16,7 @@ from ft.record.looks import looks_of
 from ft.record.run import EVENTS, parts
 
 if TYPE_CHECKING:
-    from ft.observe.diagnose.silent import Device, Silent
+    from ft.observe.diagnose.silent import Silent, SilentDevice
     from ft.record.crash import Crash
 
 _COMPARE = """\
@@ -125,7 +125,7 @@ def as_text(found: "Silent") -> str:
     return "\n".join([*lines, *(["", f"pull: {', '.join(hosts)}"] if hosts else [])])
 
 
-def _row(one: "Device") -> tuple[str, ...]:
+def _row(one: "SilentDevice") -> tuple[str, ...]:
     most = one.operators.most_common(3)
     operators = ", ".join(f"{name} ({times})" for name, times in most)
     more = len(one.operators) - len(most)

@@ -31,7 +31,7 @@ _SEVERAL = 3
 
 
 @dataclass(frozen=True)
-class History:
+class DeviceHistory:
     """What DMR recorded in one run or one replica of a run.
 
     Attributes:
@@ -45,7 +45,7 @@ class History:
 
 
 @dataclass
-class Device:
+class SilentDevice:
     """The mismatches of one device.
 
     Attributes:
@@ -85,12 +85,12 @@ class Silent:
         operators: operators that are not reproducible -> the devices (host, device) on which they differed.
     """
 
-    histories: Sequence[History]
-    devices: Sequence[Device]
+    histories: Sequence[DeviceHistory]
+    devices: Sequence[SilentDevice]
     operators: dict[str, list[tuple[str, str]]]
 
 
-def read(folders: Sequence[Path]) -> list[History]:
+def read(folders: Sequence[Path]) -> list[DeviceHistory]:
     """Read the folders of runs; one with replicas has a history for each of them.
 
     Raises:
@@ -102,13 +102,13 @@ def read(folders: Sequence[Path]) -> list[History]:
             record = run.load(each)
             shares = [(number(line, "dmr_coverage"), line["step"]) for line in record.metrics]
             known = [(share, step) for share, step in shares if share is not None]
-            found.append(History(str(each), record.events, min(known, default=None)))
+            found.append(DeviceHistory(str(each), record.events, min(known, default=None)))
     return found
 
 
-def silent(histories: Sequence[History]) -> Silent:
+def silent(histories: Sequence[DeviceHistory]) -> Silent:
     """Return which devices have computed wrongly, and which operators are not reproducible."""
-    devices: dict[tuple[str, str], Device] = {}
+    devices: dict[tuple[str, str], SilentDevice] = {}
     for history in histories:
         _count(history, devices)
     operators = dict(_not_reproducible(list(devices.values())))
@@ -117,13 +117,13 @@ def silent(histories: Sequence[History]) -> Silent:
     return Silent(histories, sorted(devices.values(), key=_urgency), operators)
 
 
-def _count(history: History, devices: dict[tuple[str, str], Device]) -> None:
+def _count(history: DeviceHistory, devices: dict[tuple[str, str], SilentDevice]) -> None:
     """Add the mismatches of one run to the devices, and what followed from them."""
-    of_step: dict[tuple[int, int | None], Device] = {}
+    of_step: dict[tuple[int, int | None], SilentDevice] = {}
     for event in history.events:
         if event.name == events.DMR_MISMATCH and event.step is not None:
             key = str(event.detail.get("host", "?")), str(event.detail.get("device", "?"))
-            device = devices.setdefault(key, Device(*key))
+            device = devices.setdefault(key, SilentDevice(*key))
             device.mismatches += 1
             device.of_run.setdefault(history.name, Counter())["mismatches"] += 1
             device.operators[str(event.detail.get("operator", "?"))] += 1
@@ -149,18 +149,18 @@ def _count(history: History, devices: dict[tuple[str, str], Device]) -> None:
                 device.ended += 1
 
 
-def _not_reproducible(devices: Sequence[Device]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _not_reproducible(devices: Sequence[SilentDevice]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     for operator in sorted({name for device in devices for name in device.operators}):
         where = [(one.host, one.device) for one in devices if one.operators[operator]]
         if len(where) >= _SEVERAL:
             yield operator, sorted(where)
 
 
-def _urgency(device: Device) -> tuple[int, int, str, str]:
+def _urgency(device: SilentDevice) -> tuple[int, int, str, str]:
     return _FIRST.index(device.advice), -len(device.steps), device.host, device.device
 
 
-def _advice(device: Device, operators: dict[str, list[tuple[str, str]]]) -> str:
+def _advice(device: SilentDevice, operators: dict[str, list[tuple[str, str]]]) -> str:
     own = sum(count for name, count in device.operators.items() if name not in operators)
     if device.evicted:
         return PULL

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft.platform.health.observation import COUNTER, EVENT, Source, as_pci_address, folders, pci_name, text
+from ft.platform.health.observation import COUNTER, EVENT, HealthSource, as_pci_address, folders, pci_name, text
 
 RECOVERY_ACTIONS = (
     *("none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset"),
@@ -114,7 +114,7 @@ class Gpus:
         self._events: Any = None
         self._is_open = False
 
-    def read(self, found: Source) -> None:
+    def read(self, found: HealthSource) -> None:
         """Observe all GPUs."""
         if self._nvml is None:
             found.unreadable = "the Python package nvidia-ml-py is not there"
@@ -126,7 +126,7 @@ class Gpus:
                 found.unreadable = f"NVML: {error}"
         _name_by_driver(found, self._root)
 
-    def news(self, found: Source) -> None:
+    def news(self, found: HealthSource) -> None:
         """Observe the Xids since the last call of ``read`` or ``news``; none before the first ``read``."""
         if self._is_open:
             self._xids(found)
@@ -161,12 +161,12 @@ class Gpus:
                 self._nvml.nvmlEventSetFree(self._events)
         self._events = None
 
-    def _read_all(self, found: Source) -> None:
+    def _read_all(self, found: HealthSource) -> None:
         for index in range(self._nvml.nvmlDeviceGetCount()):
             self._read_one(found, index)
         self._xids(found)
 
-    def _read_one(self, found: Source, index: int) -> None:
+    def _read_one(self, found: HealthSource, index: int) -> None:
         device = f"gpu{index}"
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
@@ -197,7 +197,7 @@ class Gpus:
         filled = make()
         return filled if self._ask(function, handle, ctypes.byref(filled)) is not None else None
 
-    def _names(self, found: Source, device: str, handle: Any) -> None:
+    def _names(self, found: HealthSource, device: str, handle: Any) -> None:
         uuid = self._ask("nvmlDeviceGetUUID", handle)
         bus = getattr(self._ask("nvmlDeviceGetPciInfo", handle), "busId", None)
         for alias in (uuid, bus):
@@ -205,7 +205,7 @@ class Gpus:
                 name = alias.decode() if isinstance(alias, bytes) else alias
                 found.aliases[name if name.startswith("GPU-") else pci_name(name)] = device
 
-    def _memory(self, found: Source, device: str, handle: Any) -> None:
+    def _memory(self, found: HealthSource, device: str, handle: Any) -> None:
         nvml = self._nvml
         for name, kind in (("corrected", 0), ("uncorrected", 1)):
             errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, kind, getattr(nvml, "NVML_VOLATILE_ECC", 0))
@@ -226,7 +226,7 @@ class Gpus:
     def _recovery_action(self, handle: Any) -> float | None:
         return fields(self._nvml, handle, ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"])[0]
 
-    def _heat_and_power(self, found: Source, device: str, handle: Any) -> None:
+    def _heat_and_power(self, found: HealthSource, device: str, handle: Any) -> None:
         found.add(device, "gpu.temperature", (heat := self._ask("nvmlDeviceGetTemperature", handle, 0)), "C")
         margin = self._ask("nvmlDeviceGetMarginTemperature", handle)  # to the temperature at which the GPU slows down
         limit = self._ask("nvmlDeviceGetTemperatureThreshold", handle, 1) if margin is None else None
@@ -247,7 +247,7 @@ class Gpus:
                 found.add(device, name, int(bool(reasons & bit)))
             found.add(device, "gpu.throttled.hardware", int(bool(reasons & _SLOWED) and not reasons & _SLOWED_WHY))
 
-    def _links(self, found: Source, device: str, handle: Any) -> None:
+    def _links(self, found: HealthSource, device: str, handle: Any) -> None:
         found.add(device, "gpu.pcie.replays", self._ask("nvmlDeviceGetPcieReplayCounter", handle), kind=COUNTER)
         width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
         most = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
@@ -261,7 +261,7 @@ class Gpus:
             if is_up:
                 self._link(found, f"{device}/nvlink{link}", handle, link)
 
-    def _link(self, found: Source, device: str, handle: Any, link: int) -> None:
+    def _link(self, found: HealthSource, device: str, handle: Any, link: int) -> None:
         counts = dict(zip(_LINK_FIELDS, fields(self._nvml, handle, list(_LINK_FIELDS.values()), link), strict=True))
         for name, counter in _LINK_COUNTERS.items():
             errors = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
@@ -271,7 +271,7 @@ class Gpus:
         for name, count in counts.items():
             found.add(device, name, count, kind=COUNTER)
 
-    def _fabric(self, found: Source, device: str, handle: Any) -> None:
+    def _fabric(self, found: HealthSource, device: str, handle: Any) -> None:
         """Add what the GPU knows of the NVLink fabric, which the fabric manager sets up."""
         fabric = self._filled("nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfoV_t", handle)
         if fabric is None or fabric.state not in (*_UNREADY, _COMPLETED):
@@ -284,7 +284,7 @@ class Gpus:
         found.add(device, "gpu.fabric.failed", int(status != 0), text=f"NVML status {status}" if status else "")
         found.add(device, "gpu.fabric.unhealthy", len(wrong), text=", ".join(wrong))
 
-    def _xids(self, found: Source) -> None:
+    def _xids(self, found: HealthSource) -> None:
         """Observe the Xids since the last call."""
         for number, data in enumerate(self._waiting()):
             with contextlib.suppress(self._nvml.NVMLError):
@@ -318,7 +318,7 @@ def _value(answer: Any) -> float | None:
     return value
 
 
-def _name_by_driver(found: Source, root: Path) -> None:
+def _name_by_driver(found: HealthSource, root: Path) -> None:
     """Name the GPUs that NVML has not named, or cannot name any more, by the driver's own files in /proc.
 
     NVML numbers GPUs in the order of their addresses. A GPU is only named if no other one has its number.

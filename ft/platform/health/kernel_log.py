@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ft.platform.health import gpus
-from ft.platform.health.observation import EVENT, Observation, Source, pci_name
+from ft.platform.health.observation import EVENT, HealthSource, Observation, pci_name
 
 _ADDRESS = r"(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}(?:\.\d)?)?)"
 _RECORD = 8192
@@ -129,7 +129,7 @@ class KernelLog:
         self._held: list[str] = []
         self._has_failed = False
 
-    def read(self, found: Source, ahead: float, aliases: Mapping[str, str]) -> None:
+    def read(self, found: HealthSource, ahead: float, aliases: Mapping[str, str]) -> None:
         """Observe the events that the new lines report; at the first call, those of all lines.
 
         A log that could not be read any more is read from its end on when it can be again: what is older was reported,

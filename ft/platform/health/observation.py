@@ -93,7 +93,7 @@ _PCI = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d")
 
 
 @dataclass
-class Source:
+class HealthSource:
     """Collects the observations of one source.
 
     Attributes:

@@ -19,9 +19,9 @@ from ft.platform.health.kernel_log import KernelLog
 from ft.platform.health.observation import (
     COUNTER,
     EVENT,
+    HealthSource,
     Observation,
     Reading,
-    Source,
     folders,
     number,
     pci_address,
@@ -49,7 +49,7 @@ def kernel_status() -> tuple[int, int] | None:
         return None
 
 
-def _read_clock(found: Source, root: Path, status: Callable[[], tuple[int, int] | None], ahead: float) -> None:
+def _read_clock(found: HealthSource, root: Path, status: Callable[[], tuple[int, int] | None], ahead: float) -> None:
     """Observe the clock.
 
     Args:
@@ -75,7 +75,7 @@ def ahead_of_monotonic() -> float:
     return time.time() - time.monotonic()
 
 
-def _read_disks(found: Source, root: Path, watched: Sequence[Path]) -> None:
+def _read_disks(found: HealthSource, root: Path, watched: Sequence[Path]) -> None:
     """Observe the disks, and the free space and writability of the watched folders."""
     for controller in folders(root / "sys/class/nvme"):
         state = text(controller / "state")
@@ -95,7 +95,7 @@ def _read_disks(found: Source, root: Path, watched: Sequence[Path]) -> None:
         found.unreadable = "no disk reports a state or errors"
 
 
-def _read_folder(found: Source, folder: Path) -> None:
+def _read_folder(found: HealthSource, folder: Path) -> None:
     try:
         disk = os.statvfs(folder)
     except OSError as error:
@@ -114,7 +114,7 @@ _MEMORY_COUNTERS = {"ce_count": "memory.corrected", "ue_count": "memory.uncorrec
 _OF_DIMMS = {"dimm_ce_count": "memory.corrected", "dimm_ue_count": "memory.uncorrected"}
 
 
-def _read_memory(found: Source, root: Path) -> None:
+def _read_memory(found: HealthSource, root: Path) -> None:
     controllers = [each for each in folders(root / "sys/devices/system/edac/mc") if each.name.startswith("mc")]
     for controller in controllers:
         for name, observation in _MEMORY_COUNTERS.items():
@@ -153,7 +153,7 @@ _INTERFACE_COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors", "rx_dropped", 
 _LINK_UP, _INFINIBAND_DOWN = "4", "3"
 
 
-def _read_ports(found: Source, root: Path) -> None:
+def _read_ports(found: HealthSource, root: Path) -> None:
     """Observe all network ports that are devices, not software."""
     for adapter in folders(root / "sys/class/infiniband"):
         for port in folders(adapter / "ports"):
@@ -169,7 +169,7 @@ def _read_ports(found: Source, root: Path) -> None:
         found.unreadable = "there is no InfiniBand, RoCE or Ethernet device in /sys/class"
 
 
-def _read_port(found: Source, device: str, port: Path) -> None:
+def _read_port(found: HealthSource, device: str, port: Path) -> None:
     state, physical = (text(port / name) or "" for name in ("state", "phys_state"))
     if state:
         found.add(device, "port.up", int(state.startswith(_LINK_UP)), text=state)
@@ -183,7 +183,7 @@ def _read_port(found: Source, device: str, port: Path) -> None:
         found.add(device, f"port.{name}", number(port / "hw_counters" / name), kind=COUNTER)
 
 
-def _read_interface(found: Source, interface: Path) -> None:
+def _read_interface(found: HealthSource, interface: Path) -> None:
     device, state = interface.name, text(interface / "operstate")
     if state in ("up", "down"):
         found.add(device, "interface.up", int(state == "up"))
@@ -198,7 +198,7 @@ _ERRORS = {"correctable": "pcie.corrected", "nonfatal": "pcie.uncorrected", "fat
 """End of a file's name -> name of the observation."""
 
 
-def _read_pcie(found: Source, root: Path, aliases: Mapping[str, str]) -> None:
+def _read_pcie(found: HealthSource, root: Path, aliases: Mapping[str, str]) -> None:
     """Observe PCIe. ``aliases``: other names of devices, of which the PCI addresses count -> name of the device."""
     for address, device in aliases.items():
         folder = root / "sys/bus/pci/devices" / address
@@ -219,7 +219,7 @@ def _total(counts: str | None) -> float | None:
     return float(words[-1]) if is_sum else None
 
 
-def _read_processors(found: Source, root: Path) -> None:
+def _read_processors(found: HealthSource, root: Path) -> None:
     """Observe how often heat has slowed the processors of a node down, and how many processors are offline."""
     base = root / "sys/devices/system/cpu"
     packages: dict[str, float] = {}
@@ -291,17 +291,17 @@ class Reader:
         sources = {"GPUs": self._gpus.news, "kernel log": lambda found: self._log.read(found, ahead, aliases)}
         return self._collect(sources, aliases)
 
-    def _collect(self, sources: Mapping[str, Callable[[Source], None]], aliases: dict[str, str]) -> Reading:
+    def _collect(self, sources: Mapping[str, Callable[[HealthSource], None]], aliases: dict[str, str]) -> Reading:
         observations: list[Observation] = []
         unreadable: dict[str, str] = {}
         when = time.time()
         for name, read in sources.items():
             self.asking = name
-            found = Source(self._node, when)
+            found = HealthSource(self._node, when)
             try:
                 read(found)
             except Exception as error:  # what one source answers unexpectedly must not hide the others
-                found = Source(self._node, when, unreadable=f"{type(error).__name__}: {error}")
+                found = HealthSource(self._node, when, unreadable=f"{type(error).__name__}: {error}")
             observations += found.observations
             aliases.update(found.aliases)
             if found.unreadable:

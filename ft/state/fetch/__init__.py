@@ -10,7 +10,7 @@ over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). 
 withdraws them before they change (:mod:`ft.state.fetch.server`).
 """
 
-from ft.state.fetch.client import BadState, Fetched, Refused, fetch, fetch_envelope
+from ft.state.fetch.client import BadState, Fetched, FetchRefused, fetch, fetch_envelope
 from ft.state.fetch.server import StateServer
 
-__all__ = ["BadState", "Fetched", "Refused", "StateServer", "fetch", "fetch_envelope"]
+__all__ = ["BadState", "FetchRefused", "Fetched", "StateServer", "fetch", "fetch_envelope"]

@@ -19,10 +19,10 @@ from ft.net.streams import TcpNetwork
 from ft.state.fetch import shares
 from ft.state.fetch.shares import Piece
 from ft.state.layout import FlatState
-from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, Source
+from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, OpenSource
 
 
-class Refused(RecoverableError):
+class FetchRefused(RecoverableError):
     """No source holds this state any more, or none could deliver it in time. The fetch has to be retried at the next
     step. The destination tensors hold a mixture of old and new bytes.
     """
@@ -73,7 +73,7 @@ class Crew:
         self.is_over = False
         self._until, self._stall_s, self._cancel = until, stall_s, cancel
         patience = min(stall_s, max(0.001, until - time.monotonic()))
-        self._sources = [Source(TcpNetwork(""), address, token, patience) for address in self.addresses]
+        self._sources = [OpenSource(TcpNetwork(""), address, token, patience) for address in self.addresses]
         self._ended: dict[str, Exception | None] = {}
         self._at: set[str] = set()
         self._has_begun = has_begun
@@ -85,7 +85,7 @@ class Crew:
             if self._has_begun is not None and len(self._at) == len(self._sources):
                 self._has_begun.set()
 
-    def run(self, work: Callable[[Source], None], is_done: Callable[[], bool], what: str) -> dict[str, str]:
+    def run(self, work: Callable[[OpenSource], None], is_done: Callable[[], bool], what: str) -> dict[str, str]:
         """Run ``work(source)`` for every source until ``is_done()``.
 
         When this returns, no thread can write into the destination any more.
@@ -99,7 +99,7 @@ class Crew:
             address of a source that was abandoned -> the reason.
 
         Raises:
-            Refused: the work cannot be done now.
+            FetchRefused: the work cannot be done now.
             BadState: every source holds another state than the requested one, or sends damaged bytes.
         """
         threads = [
@@ -124,7 +124,7 @@ class Crew:
             raise failure(what, self._ended, stopped)
         return {address: reason for address, reason in left.items() if reason != _NOT_NEEDED}
 
-    def _run(self, source: Source, work: Callable[[Source], None]) -> None:
+    def _run(self, source: OpenSource, work: Callable[[OpenSource], None]) -> None:
         error: Exception | None = None
         try:
             source.open()
@@ -158,7 +158,7 @@ class Crew:
 
 
 def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> Exception:
-    """Return the exception of a fetch of ``what``: BadState if every source failed with ``Bad``, else Refused.
+    """Return the exception of a fetch of ``what``: BadState if every source failed with ``Bad``, else FetchRefused.
 
     ``ended`` is the exception that ended the work on each source, or None; ``stopped`` why the fetch was ended early,
     or "".
@@ -171,7 +171,7 @@ def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> E
     bad = [error for error in ended.values() if isinstance(error, Bad)]
     if bad and len(bad) == len(ended) and not stopped:
         return BadState(text)
-    return Refused(text)
+    return FetchRefused(text)
 
 
 _DAMAGED_TRIES = 2
@@ -275,7 +275,7 @@ def fetch(
             waits for registered fetches, within a time limit, before it changes its state.
 
     Raises:
-        Refused: no source holds the state any more, or none delivered it in time.
+        FetchRefused: no source holds the state any more, or none delivered it in time.
         BadState: every source holds another state than the requested one, or sends damaged bytes.
         UserError: a tensor of ``into`` is not contiguous, or of an unknown type.
     """
@@ -284,7 +284,7 @@ def fetch(
     crew = Crew(sources, token, stall_s, began + limit_s, cancel, has_begun)
     task = _Distribution(memory.table.nbytes, crew)
 
-    def work(source: Source) -> None:
+    def work(source: OpenSource) -> None:
         try:
             envelope = source.state(wanted, memory.table)
             crew.begins_at(source.address)
@@ -326,20 +326,20 @@ def fetch_envelope(
         cancel: event that ends the fetch when it is set.
 
     Raises:
-        Refused: as for :func:`fetch`.
+        FetchRefused: as for :func:`fetch`.
         BadState: as for :func:`fetch`.
     """
     crew = Crew(sources, token, STALL_S, time.monotonic() + limit_s, cancel)
     found: list[bytes] = []
 
-    def work(source: Source) -> None:
+    def work(source: OpenSource) -> None:
         found.append(source.envelope(Mark(-1, step, lineage)))
 
     crew.run(work, lambda: bool(found), f"the envelope of step {step}, lineage {lineage}")
     return _content(found[0])
 
 
-def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
+def _receive(source: OpenSource, piece: Piece, memory: FlatState) -> None:
     """Receive a piece. A piece that arrives damaged is requested again, up to :data:`_DAMAGED_TRIES` times in all."""
     for _ in range(_DAMAGED_TRIES - 1):
         try:

@@ -24,7 +24,7 @@ from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, i
 from ft.state.groups.device import DEVICE, STALLS, Place
 from ft.state.groups.local import Local
 from ft.state.groups.state import EpochState
-from ft.state.groups.work import GRACE_S, Batch, GroupWork, Message, MessageFromAnyone, Opaque, is_send
+from ft.state.groups.work import GRACE_S, Batch, GroupWork, MessageFromAnyone, Opaque, SentMessage, is_send
 
 if TYPE_CHECKING:
     from ft.state.groups.registry import Groups
@@ -81,11 +81,11 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work | None:  # type: ignore[override]
         self._refuse_gpu_message(tensors)
-        return self._start(Message(self), (self._sent, dst), "send", (tensors, dst, tag), {})
+        return self._start(SentMessage(self), (self._sent, dst), "send", (tensors, dst, tag), {})
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work | None:  # type: ignore[override]
         self._refuse_gpu_message(tensors)
-        return self._start(Message(self), (self._received, src), "recv", (tensors, src, tag), {})
+        return self._start(SentMessage(self), (self._received, src), "recv", (tensors, src, tag), {})
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work | None:  # type: ignore[override]
         self._refuse_gpu_message(tensors)
@@ -169,7 +169,7 @@ class Group(dist.ProcessGroup):
             DEVICE.mark(self._name, method, work.began)
             STALLS.ends(self._name, self._before)
             return None
-        if work.on_host and isinstance(work, Message):
+        if work.on_host and isinstance(work, SentMessage):
             flight[key] = weakref.ref(work)
         if len(flight) > self._prune_at:
             self._prune()
@@ -184,9 +184,9 @@ class Group(dist.ProcessGroup):
         else:
             work.sequence = counters[at]
 
-    def add_message(self, batch: GroupWork, method: str, tensor: torch.Tensor, peer: int) -> Message:
+    def add_message(self, batch: GroupWork, method: str, tensor: torch.Tensor, peer: int) -> SentMessage:
         """Count a message of a batch that is about to be launched, and return its work."""
-        work = Message(self)
+        work = SentMessage(self)
         work.operation, work.began, work.trains, work.on_host = method, batch.began, batch.trains, batch.on_host
         self._count(work, (self._sent if method == "send" else self._received, peer), method, ([tensor],))
         return work

@@ -25,7 +25,7 @@ to the former."""
 _LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/megatron/patches/", "/contextlib.py")
 
 
-class Entry(NamedTuple):
+class StartedOperation(NamedTuple):
     """One operation that was started.
 
     Attributes:
@@ -57,12 +57,12 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._older: list[Entry] = []
-        self._before: list[Entry] = []
+        self._older: list[StartedOperation] = []
+        self._before: list[StartedOperation] = []
         self._usual: tuple[bool, ...] = (True, True, True)
-        self._kept: list[Entry] = []
-        self._now: list[Entry] = []
-        self._newest: deque[Entry] = deque(maxlen=_NEWEST)
+        self._kept: list[StartedOperation] = []
+        self._now: list[StartedOperation] = []
+        self._newest: deque[StartedOperation] = deque(maxlen=_NEWEST)
 
     def begins(self, is_usual: bool = True) -> None:
         """Record that a step begins.
@@ -93,22 +93,22 @@ class History:
     def started(
         self, group: str, method: str, peer: int | None, sequence: int, values: Sequence[Any], work: Any
     ) -> None:
-        """Remember an operation, as an :class:`Entry`.
+        """Remember an operation, as a :class:`StartedOperation`.
 
         ``method`` is the method of ``dist.ProcessGroup`` that was called with ``values``. ``work`` tells when the
         operation has ended; it is not kept alive.
         """
         name = operation_name(method)
-        self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
+        self.add(StartedOperation(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: StartedOperation) -> None:
         """Remember an operation that is described already."""
         if len(self._now) < _MOST:
             self._now.append(entry)
         else:
             self._newest.append(entry)
 
-    def operations(self, status: Callable[[Entry], tuple[bool, bool]]) -> tuple[Operation, ...]:
+    def operations(self, status: Callable[[StartedOperation], tuple[bool, bool]]) -> tuple[Operation, ...]:
         """Return the operations that have not ended, and the last one of each channel, in the order of their start.
 
         Args:
@@ -126,7 +126,7 @@ class History:
                 found.append(_operation(entry, done, awaited, now))
         return tuple(found)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StartedOperation]:
         """Return all operations that are remembered, in the order of their start."""
         return [*self._older, *self._before, *self._now]
 
@@ -148,7 +148,7 @@ class History:
         return Departure(kind, *(_operation(one, True, False, one.began) for one in (due, started)))
 
 
-def _operation(entry: Entry, done: bool, awaited: bool, now: float) -> Operation:
+def _operation(entry: StartedOperation, done: bool, awaited: bool, now: float) -> Operation:
     sizes = tuple(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in entry.sizes)
     age_s = round(now - entry.began, 3)
     return Operation(

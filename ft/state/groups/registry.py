@@ -41,10 +41,10 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
-from ft.state.groups.history import Entry, History
+from ft.state.groups.history import History, StartedOperation
 from ft.state.groups.state import EpochState
 from ft.state.groups.torch_hook import BACKEND, take_over
-from ft.state.groups.work import GroupWork, Message, Opaque
+from ft.state.groups.work import GroupWork, Opaque, SentMessage
 
 _DEFAULT_TIMEOUT_S = 1800.0
 _SETTLE_S = 1.0
@@ -409,7 +409,7 @@ class Groups:
         besides = dict(state.besides)
         works = [state.awaited, *(work for name, work in besides.items() if name in awaited)]
 
-        def status(entry: Entry) -> tuple[bool, bool]:
+        def status(entry: StartedOperation) -> tuple[bool, bool]:
             work = entry.work()
             if work is None:  # nobody keeps it; an operation without a work is known by its mark
                 done = (entry.group, entry.began) not in marked
@@ -422,7 +422,7 @@ class Groups:
         others = [
             _beside(work, name in awaited)
             for name, work in besides.items()
-            if work.sequence and not isinstance(work, Message)
+            if work.sequence and not isinstance(work, SentMessage)
         ]
         operations = (*state.history.operations(status), *others)
         blocked = waiting is not None or bool(threads)

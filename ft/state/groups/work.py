@@ -176,7 +176,7 @@ class Opaque(GroupWork):
         return wait_for_message(inner, timeout, self.group.state)
 
 
-class Message(Opaque):
+class SentMessage(Opaque):
     """A send or a receive."""
 
 
@@ -184,12 +184,12 @@ def is_send(message: dist.P2POp) -> bool:
     return message.op.__name__ == "isend"  # a patch may have wrapped the function
 
 
-class Batch(Message):
+class Batch(SentMessage):
     """Sends and receives that are launched together. It keeps their works, which the history references weakly."""
 
     def __init__(self, group: "Group"):
         super().__init__(group)
-        self._messages: list[Message] = []
+        self._messages: list[SentMessage] = []
 
     def launch(
         self, inner: dist.ProcessGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,7 +214,7 @@ class Batch(Message):
         return started
 
 
-class MessageFromAnyone(Message):
+class MessageFromAnyone(SentMessage):
     """A receive whose source is known only after it has ended."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -33,7 +33,7 @@ class Ahead:
         self,
         rank: int,
         holders: Mapping[int, str],
-        connection: Callable[[str], pull.Source],
+        connection: Callable[[str], pull.OpenSource],
         own: PingPong,
         connect_s: float,
     ):
@@ -41,7 +41,7 @@ class Ahead:
         self._connection = connection
         self._lock = threading.Lock()
         self._holder, self._step = -1, -1
-        self._source: pull.Source | None = None
+        self._source: pull.OpenSource | None = None
         self._is_cut = False
         self._slot: Slot | None = None
         self._thread = threading.Thread(target=self._fetch, name="ft-ahead", daemon=True)
@@ -99,7 +99,7 @@ class Ahead:
                 self._slot = slot
             return
 
-    def _fetch_from(self, source: pull.Source) -> Slot:
+    def _fetch_from(self, source: pull.OpenSource) -> Slot:
         mark, table, envelope = source.offer(Mark(self._rank), OWNED)
         with self._lock:
             self._step = mark.step

@@ -27,7 +27,7 @@ from ft.base.errors import FallbackError, UserError
 from ft.job.messages import SNAPSHOT_MEMORY
 from ft.net.framed import checksum
 from ft.state import device as devices
-from ft.state.layout import CHUNK, Memory, Table, chunk_count
+from ft.state.layout import CHUNK, StateMemory, Table, chunk_count
 
 
 class Status(Enum):
@@ -251,7 +251,7 @@ class HostBuffer:
         self.is_pinned = True
 
 
-class Part(Memory):
+class SlotPart(StateMemory):
     """One section of a snapshot in memory: the tensors that no other rank has, or those that peers have too.
 
     Its bytes are always in place.
@@ -314,7 +314,7 @@ class Slot:
         file: the memory, unless it is private.
     """
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, SlotPart] = field(default_factory=dict)
     status: Status = Status.EMPTY
     step: int = -1
     epoch: int = -1
@@ -344,7 +344,7 @@ class Slot:
             if self.owner is not None:
                 with contextlib.suppress(OSError):  # then the memory is private, and nobody can inherit it
                     self.file = SlotFile({name: table.nbytes for name, table in tables.items()}, spare=spare)
-            self.parts = {name: Part(table, pinned, self._place(name)) for name, table in tables.items()}
+            self.parts = {name: SlotPart(table, pinned, self._place(name)) for name, table in tables.items()}
         elif pinned:
             for part in self.parts.values():
                 part.buffer.pin()
@@ -378,7 +378,7 @@ class Slot:
             return None
         slot = cls({}, Status.COMPLETE, label.step, label.epoch, label.meta, label.meta_checksum, label.owner, file)
         for name, table in tables.items():
-            slot.parts[name] = Part(table, False, slot._place(name))
+            slot.parts[name] = SlotPart(table, False, slot._place(name))
             slot.parts[name].checksums = label.sections[name][1]
         whole = all(len(part.checksums) == chunk_count(part.table.nbytes) for part in slot.parts.values())
         return slot if whole else None

@@ -17,7 +17,7 @@ import torch
 
 from ft.state import device as devices
 from ft.state.layout import CHUNK, Table
-from ft.state.snapshot.buffers import Part, Slot
+from ft.state.snapshot.buffers import Slot, SlotPart
 from ft.state.snapshot.state import Sections
 
 _DEVICE_BATCH = 64 * CHUNK
@@ -46,7 +46,7 @@ class Progress:
         """Have the copy end with an error as soon as possible, unless it is complete."""
         self.is_wanted = False
 
-    def advance(self, part: Part, ready: int) -> None:
+    def advance(self, part: SlotPart, ready: int) -> None:
         with self._changed:
             self._ready[id(part)] = ready
             self._changed.notify_all()
@@ -57,7 +57,7 @@ class Progress:
             self._ended.set()
             self._changed.notify_all()
 
-    def ready(self, part: Part, wanted: int) -> int:
+    def ready(self, part: SlotPart, wanted: int) -> int:
         """Wait until ``wanted`` chunks of ``part`` are written, and return the number of written chunks.
 
         Raises:
@@ -88,14 +88,14 @@ class _Batch:
         sources: pieces of live tensors, one for each target.
     """
 
-    part: Part
+    part: SlotPart
     first: int
     last: int
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
 
 
-class Plan:
+class CopyPlan:
     """The copy operations for one slot and one set of live tensors.
 
     A plan is made once and reused whenever the slot is written, which is every other step.
@@ -117,7 +117,7 @@ class Plan:
         )
 
 
-def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Batch]:
+def _batches(part: SlotPart, tensors: Sequence[torch.Tensor], size: int) -> list[_Batch]:
     count = -(-part.table.nbytes // size)
     per_batch, chunks = size // CHUNK, len(part.checksums)
     batches = [_Batch(part, i * per_batch, min((i + 1) * per_batch, chunks)) for i in range(count)]
@@ -140,7 +140,7 @@ def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Ba
     return batches
 
 
-_Job = tuple[Plan, Sequence[torch.cuda.Event | None], Progress, Callable[[BaseException | None], None]]
+_Job = tuple[CopyPlan, Sequence[torch.cuda.Event | None], Progress, Callable[[BaseException | None], None]]
 """A copy, an event for each batch that a device copies, and the function to call at the end."""
 
 
@@ -153,7 +153,7 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="ft-snapshot-copy", daemon=True)
         self._thread.start()
 
-    def start(self, plan: Plan, done: Callable[[BaseException | None], None]) -> Progress:
+    def start(self, plan: CopyPlan, done: Callable[[BaseException | None], None]) -> Progress:
         """Start to fill the plan's slot, and return the progress of the copy.
 
         ``done(error)`` is called in the background thread before the progress ends; error is None after a success.
@@ -169,7 +169,7 @@ class Copier:
         self._jobs.put(None)
         self._thread.join()
 
-    def _queue_on_device(self, plan: Plan, device: torch.device) -> list[torch.cuda.Event]:
+    def _queue_on_device(self, plan: CopyPlan, device: torch.device) -> list[torch.cuda.Event]:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
@@ -199,7 +199,7 @@ class Copier:
 
 
 @torch.no_grad()
-def _fill(plan: Plan, events: Sequence[torch.cuda.Event | None], progress: Progress) -> None:
+def _fill(plan: CopyPlan, events: Sequence[torch.cuda.Event | None], progress: Progress) -> None:
     for batch, event in zip(plan.batches, events, strict=True):
         if not progress.is_wanted:
             if events[-1] is not None:

@@ -19,8 +19,8 @@ from ft.base.errors import EpochClosed, FallbackError, RecoverableError
 from ft.job.parts import Holdings, Source
 from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
-from ft.state.snapshot.buffers import Part, Slot
-from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
+from ft.state.snapshot.buffers import Slot, SlotPart
+from ft.state.snapshot.copier import Copier, CopyPlan, Progress, device_of, tables_of, write_back
 from ft.state.snapshot.state import OWNED, REPLICATED, RankState, Sections, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
 from ft.state.transfer.push import Cancelled, Outgoing, PeerLost
@@ -104,7 +104,7 @@ class Snapshots:
         self._copier = Copier()
         self._holders, self._replicas = list(peers), list(peers if replicas is None else replicas)
         self._tables: tuple[list[Mapping[str, torch.Tensor]], dict[str, Table]] | None = None
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, CopyPlan] = {}
         self._changed = threading.Condition()
         self._taken_at = 0.0
         self._epoch, self._closed, self._reason = -1, -1, ""
@@ -497,13 +497,13 @@ class Snapshots:
             self._stock.own.pinned = device_of(sections) is not None
         return self._tables[1]
 
-    def _plan(self, slot: Slot, sections: Sections) -> Plan:
+    def _plan(self, slot: Slot, sections: Sections) -> CopyPlan:
         plan = self._plans.get(id(slot))
         if plan is None or not plan.fits(slot, sections):
-            plan = self._plans[id(slot)] = Plan(slot, sections)
+            plan = self._plans[id(slot)] = CopyPlan(slot, sections)
         return plan
 
 
-def _written(progress: Progress, part: Part, stop: int) -> None:
+def _written(progress: Progress, part: SlotPart, stop: int) -> None:
     """Wait until the bytes of ``part`` before ``stop`` are copied. Raises RuntimeError if the copy fails."""
     progress.ready(part, chunk_count(stop))

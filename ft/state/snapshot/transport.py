@@ -29,13 +29,13 @@ from ft.base.errors import FallbackError
 from ft.job.parts import Holdings
 from ft.net.framed import FramedChannel, Mark
 from ft.net.streams import Network, TcpNetwork
-from ft.state.layout import Memory, Table
+from ft.state.layout import StateMemory, Table
 from ft.state.snapshot.ahead import Ahead
-from ft.state.snapshot.buffers import Part, PingPong, Slot, Status
+from ft.state.snapshot.buffers import PingPong, Slot, SlotPart, Status
 from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.state.transfer import pull
 from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender
-from ft.state.transfer.server import Arrival, Disturb, Held, Holder, NotHeld, Refused, Withdrawn, serve
+from ft.state.transfer.server import Arrival, Disturb, Held, Holder, NotHeld, TransferRefused, Withdrawn, serve
 
 
 class CopyStore:
@@ -120,7 +120,7 @@ class _HeldSnapshot(Held):
         self.envelope, self.envelope_check = slot.meta, slot.meta_checksum
 
     @contextmanager
-    def reading(self, channel: FramedChannel) -> Iterator[Memory]:
+    def reading(self, channel: FramedChannel) -> Iterator[StateMemory]:
         yield self._part
         # The snapshot is not locked while it is read: its memory may have been reused for a newer one meanwhile.
         if (self._slot.status, self._slot.step, self._slot.epoch) != (Status.COMPLETE, *self.mark[1:]):
@@ -200,7 +200,7 @@ class SnapshotServer(Holder):
         self.lock = threading.Lock()
         self._addresses: dict[int, str] = {}
         self._senders: dict[int, Sender] = {}
-        self._fetching: tuple[int, pull.Source] | None = None
+        self._fetching: tuple[int, pull.OpenSource] | None = None
         self._ahead: tuple[int, Ahead] | None = None
         self._is_closed = False
         self._listener = serve(self._network, token, self, patience_s=patience_s, name="ft-snapshot")
@@ -246,7 +246,7 @@ class SnapshotServer(Holder):
         for sender in senders:
             sender.disturb(how)
 
-    def fetch(self, holder: int, wanted: Mark, section: str, epoch: int, part: Part) -> bytes:
+    def fetch(self, holder: int, wanted: Mark, section: str, epoch: int, part: SlotPart) -> bytes:
         """Fill ``part`` with a section of a snapshot that another worker holds, and return the snapshot's ``meta``.
 
         Args:
@@ -310,7 +310,7 @@ class SnapshotServer(Holder):
         Raises:
             ConnectionError: there is no answer within ``patience_s`` seconds, or not the right one.
         """
-        source = pull.Source(self._network, self.address, self._token, patience_s)
+        source = pull.OpenSource(self._network, self.address, self._token, patience_s)
         try:
             source.open(patience_s)
             source.envelope(Mark(step=_NO_STEP))
@@ -378,8 +378,8 @@ class SnapshotServer(Holder):
             raise
         return arrival
 
-    def _connection(self, address: str) -> pull.Source:
-        return pull.Source(self._network, address, self._token, self._patience)
+    def _connection(self, address: str) -> pull.OpenSource:
+        return pull.OpenSource(self._network, address, self._token, self._patience)
 
     def _known_table(self, owner: int, encoded: bytes) -> Table:
         newest = self.stock.copies(owner).find()
@@ -388,28 +388,28 @@ class SnapshotServer(Holder):
         try:
             table = Table.decode(encoded)
         except FallbackError as error:
-            raise Refused(str(error)) from error
+            raise TransferRefused(str(error)) from error
         if table.nbytes > self._max_bytes:
-            raise Refused(f"a copy of {table.nbytes} bytes; at most {self._max_bytes} are taken here")
+            raise TransferRefused(f"a copy of {table.nbytes} bytes; at most {self._max_bytes} are taken here")
         return table
 
     def _admit(self, arrival: _Arrival) -> None:
         """Register a copy that is being received, and end an earlier one of the same owner that is not complete.
 
         Raises:
-            Refused: the epoch in which the copy was sent is over.
+            TransferRefused: the epoch in which the copy was sent is over.
         """
         owner, epoch = arrival.mark.rank, arrival.mark.epoch
         with self.lock:
             if epoch <= self.closed or epoch < self._newest:
-                raise Refused(f"epoch {epoch} is over (closed: {self.closed}, newest: {self._newest})")
+                raise TransferRefused(f"epoch {epoch} is over (closed: {self.closed}, newest: {self._newest})")
             self._newest = epoch
             before = self.arrivals.get(owner)
             self.arrivals[owner] = arrival
         if before is not None:
             before.channel.shutdown()
             if not before.ended.wait(_REPLACED_END_S):
-                raise Refused(f"an earlier transfer for rank {owner} does not end")
+                raise TransferRefused(f"an earlier transfer for rank {owner} does not end")
 
     def _over(self) -> list[_Arrival]:
         """Return the arrivals of closed epochs."""

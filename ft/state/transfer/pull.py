@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark, ReceivedMessage, checksum
 from ft.net.streams import Network
-from ft.state.layout import BadTable, Memory, Table
+from ft.state.layout import BadTable, StateMemory, Table
 from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS, Gone, receive_range
 
-__all__ = ["Bad", "Damaged", "Gone", "Lost", "Silent", "Source"]
+__all__ = ["Bad", "Damaged", "Gone", "Lost", "OpenSource", "Silent"]
 
 _PERIOD_S = 0.02
 
@@ -32,7 +32,7 @@ class Damaged(Bad):
     """A chunk does not match its checksum."""
 
 
-class Source:
+class OpenSource:
     """One connection to a source, used by one thread; :meth:`cut` ends it from another thread.
 
     All operations raise :class:`Gone` if the source does not hold the state (any more), :class:`Lost` if the connection
@@ -106,7 +106,7 @@ class Source:
             (envelope,) = answer.bodies
             return _sound(answer, envelope)
 
-    def receive(self, piece: range, into: Memory) -> None:
+    def receive(self, piece: range, into: StateMemory) -> None:
         """Receive a range of the bytes of the state that :meth:`state` has asked for.
 
         Raises:
@@ -175,7 +175,7 @@ class Source:
         except Exception as error:
             if self._cut is not None:
                 raise Lost(self._cut) from error
-            if isinstance(error, handshake.Refused):
+            if isinstance(error, handshake.HandshakeRefused):
                 raise Lost("has another token: it does not belong to this run") from error
             if isinstance(error, TimeoutError):
                 raise Silent(f"does not answer: {error}") from error

@@ -10,7 +10,7 @@ from ft.base.errors import RecoverableError
 from ft.net import handshake
 from ft.net.framed import BadFrame, FramedChannel, Mark
 from ft.net.streams import Network
-from ft.state.layout import Memory
+from ft.state.layout import StateMemory
 from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY, Disturb, send_range
 
 _PAUSES_S = (0.0, 0.05, 0.25)
@@ -44,7 +44,7 @@ class Outgoing:
     """
 
     mark: Mark
-    memory: Memory
+    memory: StateMemory
     envelope: bytes
     ready: Callable[[int], None]
 
@@ -126,7 +126,7 @@ class Sender:
                 return None
             except (ConnectionError, BadFrame) as error:
                 problem = error
-            except (OSError, handshake.Refused, _NotTaken, RuntimeError) as error:
+            except (OSError, handshake.HandshakeRefused, _NotTaken, RuntimeError) as error:
                 self._drop()
                 return Cancelled("given up") if cancelled.is_set() else PeerLost(f"{whom} takes no copy: {error}")
             self._drop()
@@ -152,7 +152,7 @@ class Sender:
         if answer.kind == READY:
 
             @contextmanager
-            def reading(start: int, stop: int) -> Iterator[Memory]:
+            def reading(start: int, stop: int) -> Iterator[StateMemory]:
                 outgoing.ready(stop)
                 yield memory
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ft.net.framed import BadFrame, Bytes, FramedChannel, Mark, ReceivedMessage, checksum
 from ft.net.listener import Listener
 from ft.net.streams import Network
-from ft.state.layout import CHUNK, Memory, Table
+from ft.state.layout import CHUNK, StateMemory, Table
 
 PURPOSE = "ft-transfer-1"
 ASK, RANGE, WORDS, STATE, NOT_HELD = b"ASK ", b"RANG", b"WORD", b"STAT", b"NONE"
@@ -49,7 +49,7 @@ def send_range(
     channel: FramedChannel,
     mark: Mark,
     piece: range,
-    reading: Callable[[int, int], AbstractContextManager[Memory]],
+    reading: Callable[[int, int], AbstractContextManager[StateMemory]],
     disturb: Disturb | None = None,
 ) -> None:
     """Send a range of a state.
@@ -77,7 +77,7 @@ def send_range(
 
 
 def receive_range(
-    channel: FramedChannel, mark: Mark, piece: range, memory: Memory, moved: Callable[[], None] = lambda: None
+    channel: FramedChannel, mark: Mark, piece: range, memory: StateMemory, moved: Callable[[], None] = lambda: None
 ) -> int | None:
     """Receive a range of a state.
 
@@ -119,7 +119,7 @@ def receive_range(
     return damaged
 
 
-def _chunk(channel: FramedChannel, memory: Memory, start: int, stop: int) -> tuple[Bytes, int]:
+def _chunk(channel: FramedChannel, memory: StateMemory, start: int, stop: int) -> tuple[Bytes, int]:
     """Return the bytes [start, stop) and their checksum."""
     chunk = memory.whole(start, stop)
     if chunk is None:
@@ -141,7 +141,7 @@ class NotHeld(Exception):
         self.later = later
 
 
-class Refused(Exception):
+class TransferRefused(Exception):
     """A pushed state is not accepted; the text is sent to its sender."""
 
 
@@ -178,7 +178,7 @@ class Held(ABC):
     whose: str
 
     @abstractmethod
-    def reading(self, channel: FramedChannel) -> AbstractContextManager[Memory]:
+    def reading(self, channel: FramedChannel) -> AbstractContextManager[StateMemory]:
         """Return a context in which the state may be read, to send one chunk. A withdrawal may shut ``channel`` down.
 
         Raises:
@@ -201,7 +201,7 @@ class Arrival(AbstractContextManager["Arrival"]):
         memory: the memory for it.
     """
 
-    memory: Memory
+    memory: StateMemory
 
     @abstractmethod
     def commit(self) -> bool:
@@ -220,8 +220,8 @@ class Holder:
         raise NotHeld("no envelopes are given out here")
 
     def begin(self, channel: FramedChannel, mark: Mark, table: bytes, envelope: bytes) -> Arrival:
-        """Accept a pushed state that arrives over ``channel``. Raises Refused if it is not accepted."""
-        raise Refused("no copies are taken here")
+        """Accept a pushed state that arrives over ``channel``. Raises TransferRefused if it is not accepted."""
+        raise TransferRefused("no copies are taken here")
 
 
 def serve(
@@ -305,7 +305,7 @@ class _Desk:
             raise ValueError(f"bytes {start} to {stop} of a state of {held.table.nbytes} bytes")
 
         @contextmanager
-        def reading(start: int, stop: int) -> Iterator[Memory]:
+        def reading(start: int, stop: int) -> Iterator[StateMemory]:
             with held.reading(self._channel) as memory:
                 yield memory
             visit.sent += stop - start
@@ -318,7 +318,7 @@ class _Desk:
             raise ValueError(f"a state of {mark}")
         try:
             arrival = self._holder.begin(self._channel, mark, table, envelope)
-        except Refused as refusal:
+        except TransferRefused as refusal:
             self._channel.send(REFUSED, mark, {"reason": str(refusal)})
             return
         with arrival:

@@ -24,7 +24,7 @@ from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import LastSave
 from ft.systems.hsdp.replica_manager import ReplicaManager
-from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment, Stream, parse
+from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment, SampleStream, parse
 from ft.systems.hsdp.work import Work
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_REPLICAS
@@ -44,7 +44,7 @@ class Share:
         return self.positions.get(self.replica, 0)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> SampleStream:
         """Return the stream of this replica's samples."""
         return self.assignment.stream(self.replica)
 

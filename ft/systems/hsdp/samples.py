@@ -95,7 +95,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Stream:
+class SampleStream:
     """The samples of one replica."""
 
     replica: int
@@ -169,7 +169,7 @@ class SampleAssignment:
         """Return the samples that were left when this assignment began."""
         return _order_after(self.past)
 
-    def stream(self, replica: int) -> Stream:
+    def stream(self, replica: int) -> SampleStream:
         """Return the stream of ``replica``.
 
         Raises:
@@ -177,9 +177,9 @@ class SampleAssignment:
         """
         if not 0 <= replica < self.replicas:
             raise ValueError(f"there is no replica {replica}: the samples are assigned to {self.replicas} replicas")
-        return Stream(replica, self.replicas, self.block, self.order)
+        return SampleStream(replica, self.replicas, self.block, self.order)
 
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[SampleStream]:
         return [self.stream(replica) for replica in range(self.replicas)]
 
     def after(

@@ -184,7 +184,7 @@ class _Machine:
         return key, len(posts) - 1
 
 
-class Finding(NamedTuple):
+class RuleResult(NamedTuple):
     """The result of checking one rule.
 
     Attributes:
@@ -195,19 +195,19 @@ class Finding(NamedTuple):
     faults: tuple[str, ...]
 
 
-def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list[Finding]:
+def check(program: Program, most_in_flight: Sequence[int] | None = None) -> list[RuleResult]:
     """Check all rules and return the results.
 
     Args:
         most_in_flight: for each stage, the number of microbatches whose activations it may hold; None for no limit.
     """
     findings = [
-        Finding("every unit once, after what it needs", tuple(_units(program))),
-        Finding("message order per pair", tuple(_message_order(program))),
-        Finding("no deadlock", tuple(_deadlock(program))),
+        RuleResult("every unit once, after what it needs", tuple(_units(program))),
+        RuleResult("message order per pair", tuple(_message_order(program))),
+        RuleResult("no deadlock", tuple(_deadlock(program))),
     ]
     if most_in_flight is not None:
-        findings.append(Finding("memory", tuple(_memory(program, most_in_flight))))
+        findings.append(RuleResult("memory", tuple(_memory(program, most_in_flight))))
     return findings
 
 

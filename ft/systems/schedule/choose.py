@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ft.base.errors import UserError
 from ft.systems.schedule import kinds
-from ft.systems.schedule.check import Finding, SimulationResult, check, in_flight, run
+from ft.systems.schedule.check import RuleResult, SimulationResult, check, in_flight, run
 from ft.systems.schedule.kinds import insert_messages
 from ft.systems.schedule.program import Program, Unit
 from ft.systems.schedule.weave import orders, weaves
@@ -85,7 +85,7 @@ class Planned:
     chunks: int
     program: Program
     ran: SimulationResult
-    findings: tuple[Finding, ...]
+    findings: tuple[RuleResult, ...]
 
     @property
     def valid(self) -> bool:

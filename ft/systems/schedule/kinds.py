@@ -25,9 +25,9 @@ from ft.systems.schedule.check import ScheduleDeadlock
 from ft.systems.schedule.program import (
     NORMAL,
     SWAPPED,
-    Message,
     Program,
     Routes,
+    StageMessage,
     Step,
     Unit,
     beside_units,
@@ -76,7 +76,7 @@ class _Simulation:
         self.steps: list[list[Step]] = [[] for _ in order]
         self.ends: list[tuple[float, int]] = [(0.0, -1)]
         self._running: list[Unit | None] = [None] * len(order)
-        self._waiting: list[Message] = []
+        self._waiting: list[StageMessage] = []
         self._arrived: set[Unit] = set()
 
     def end_units(self) -> float:
@@ -94,12 +94,12 @@ class _Simulation:
             if target.stage == stage:
                 self._arrived.add(unit)
             else:
-                self._waiting.append(Message(stage, target.stage, unit))
+                self._waiting.append(StageMessage(stage, target.stage, unit))
         return now
 
     def add_batches(self) -> None:
         """Add one batch for each stage that can exchange messages now."""
-        batches: dict[int, list[Message]] = {}
+        batches: dict[int, list[StageMessage]] = {}
         still = []
         for message in self._waiting:
             if self._running[message.source] is None and self._running[message.target] is None:

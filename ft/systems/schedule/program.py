@@ -37,19 +37,19 @@ LEAST_STAGES = 4
 """Minimum number of stages; with fewer, the first two and the last two stages overlap."""
 
 
-class Place(NamedTuple):
+class Station(NamedTuple):
     """One station on a route: model chunk ``chunk`` of stage ``stage``."""
 
     stage: int
     chunk: int
 
 
-def straight(stages: int, chunks: int = 1) -> tuple[Place, ...]:
+def straight(stages: int, chunks: int = 1) -> tuple[Station, ...]:
     """Return the normal route: stage after stage, once for each chunk."""
-    return tuple(Place(stage, chunk) for chunk in range(chunks) for stage in range(stages))
+    return tuple(Station(stage, chunk) for chunk in range(chunks) for stage in range(stages))
 
 
-def swapped(stages: int) -> tuple[Place, ...]:
+def swapped(stages: int) -> tuple[Station, ...]:
     """Return the route with the first two stages exchanged, and the last two.
 
     Raises:
@@ -70,7 +70,7 @@ class Routes:
         ways: for each microbatch, the places that it passes, in order.
     """
 
-    def __init__(self, ways: Sequence[tuple[Place, ...]]):
+    def __init__(self, ways: Sequence[tuple[Station, ...]]):
         self.ways = tuple(ways)
         self.stages = 1 + max(place.stage for way in self.ways for place in way)
 
@@ -81,13 +81,13 @@ class Routes:
         return cls([ways[kind] for kind in kinds])
 
     @cached_property
-    def _position(self) -> list[dict[Place, int]]:
+    def _position(self) -> list[dict[Station, int]]:
         positions = {way: {place: i for i, place in enumerate(way)} for way in set(self.ways)}
         return [positions[way] for way in self.ways]
 
     def position(self, unit: Unit) -> int:
         """Return the number of places that precede this unit on the route of its microbatch."""
-        return self._position[unit.microbatch][Place(unit.stage, unit.chunk)]
+        return self._position[unit.microbatch][Station(unit.stage, unit.chunk)]
 
     def units(self, microbatch: int) -> list[Unit]:
         """Return all forwards and then all backwards of a microbatch."""
@@ -119,7 +119,7 @@ class Routes:
         return Unit(stage, unit.microbatch, chunk, number >= len(way))
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """The result of a unit (the activation of a forward, the gradient of a backward), sent to another stage."""
 
     source: int
@@ -127,7 +127,7 @@ class Message(NamedTuple):
     unit: Unit
 
 
-Batch = tuple[Message, ...]
+Batch = tuple[StageMessage, ...]
 """One stage's part of an exchange: the messages of which it is the source or the target, in the order in which they are
 posted."""
 
@@ -185,4 +185,4 @@ def _beside(routes: Routes, units: Sequence[Unit]) -> Iterator[Step]:
 
 
 def _message(unit: Unit, target: Unit) -> Batch:
-    return () if unit.stage == target.stage else (Message(unit.stage, target.stage, unit),)
+    return () if unit.stage == target.stage else (StageMessage(unit.stage, target.stage, unit),)

@@ -13,7 +13,7 @@ from itertools import product
 
 from ft.faults.hang.graph import all_fit
 from ft.faults.hang.look import DEAD, RECV, RUNNING, SEND, Look, Operation, Rank, Thread, channel
-from ft.state.groups.history import Entry, History
+from ft.state.groups.history import History, StartedOperation
 from tests.simulation.engine import Timeline
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class _Started:
 
     call: Call
     sequence: int
-    entry: Entry
+    entry: StartedOperation
     done: bool = False
 
 
@@ -325,7 +325,9 @@ class Machine:
         key = channel(call.group, call.name, call.peer)
         runner.counts[key] += 1
         sequence = runner.counts[key]
-        entry = Entry(call.group, call.name, call.peer, call.sizes, call.site, sequence, self.now, lambda: None)
+        entry = StartedOperation(
+            call.group, call.name, call.peer, call.sizes, call.site, sequence, self.now, lambda: None
+        )
         runner.history.add(entry)
         started = _Started(call, sequence, entry)
         runner.open[id(entry)] = started
@@ -369,7 +371,7 @@ class Machine:
         wrong = self._wrong[rank]
         return self._runners[rank].halted or wrong.program is not None
 
-    def started(self, rank: int) -> list[tuple[Entry, bool]]:
+    def started(self, rank: int) -> list[tuple[StartedOperation, bool]]:
         """Return the operations that a rank has started in the last steps, each with whether it has ended."""
         runner = self._runners[rank]
         return [(entry, id(entry) not in runner.open) for entry in runner.history.entries()]
@@ -391,7 +393,7 @@ class Machine:
         open_ = [one.entry for one in runner.waits if not one.done]
         awaited = open_[0] if open_ else None
 
-        def status(entry: Entry) -> tuple[bool, bool]:
+        def status(entry: StartedOperation) -> tuple[bool, bool]:
             return id(entry) not in runner.open, entry is awaited
 
         frames = _IN_WAIT if open_ else wrong.frames if runner.halted else (wrong.where or _IN_COMPUTE)

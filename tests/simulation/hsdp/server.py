@@ -26,7 +26,7 @@ _LATENCY_S, _DIAL_S, _AGAIN_S = (0.0003, 0.004), (0.001, 0.01), (0.02, 0.25)
 
 
 class Link:
-    """A leader's link to the quorum server, with the interface of ``ft.job.quorum.client.Link``.
+    """A leader's link to the quorum server, with the interface of ``ft.job.quorum.client.ServerLink``.
 
     Args:
         world: the simulated run.

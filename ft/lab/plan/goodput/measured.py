@@ -6,7 +6,7 @@ from typing import Any
 
 from ft.base import events, files
 from ft.base.errors import UserError
-from ft.lab.plan.goodput.histories import Cause
+from ft.lab.plan.goodput.histories import FailureCause
 from ft.observe.report.record import goodput
 from ft.record.recoveries import REPLACED, RESTART, recoveries
 from ft.record.run import load
@@ -44,7 +44,7 @@ def of_run(folder: str) -> dict[str, tuple[float, str]]:
     return times
 
 
-def of_sacct(path: str, repair_s: float) -> list[Cause]:
+def of_sacct(path: str, repair_s: float) -> list[FailureCause]:
     """Return the failures of nodes that Slurm has recorded, per node.
 
     Args:
@@ -65,5 +65,7 @@ def of_sacct(path: str, repair_s: float) -> list[Cause]:
         problem = f"{path} has {failed} job(s) with the state NODE_FAIL in {seconds / 3600:,.0f} node hours"
         raise UserError(problem, _SACCT)
     return [
-        Cause(f"{path}: {failed} nodes failed in {seconds / 3600:,.0f} node hours", seconds / failed, 1, 1, repair_s)
+        FailureCause(
+            f"{path}: {failed} nodes failed in {seconds / 3600:,.0f} node hours", seconds / failed, 1, 1, repair_s
+        )
     ]

@@ -10,7 +10,7 @@ from ft.base import quantities, scenario
 from ft.base.errors import Problems
 from ft.base.quantities import between, whole
 from ft.base.scenario import GIVEN, YEAR, Key, one_of, time
-from ft.lab.plan.goodput.histories import Cause, History, history
+from ft.lab.plan.goodput.histories import FailureCause, FailureHistory, history
 
 CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
 """Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
@@ -126,8 +126,8 @@ class Scenario:
 
     values: Mapping[str, Any]
     origin: Mapping[str, str]
-    causes: tuple[Cause, ...]
-    trace: History | None = None
+    causes: tuple[FailureCause, ...]
+    trace: FailureHistory | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -172,7 +172,7 @@ def read(given: argparse.Namespace) -> Scenario:
         UserError: something is wrong; the message names all of it.
     """
     values, origin, bad, problems = KEYS.read(given)
-    causes: list[Cause] = []
+    causes: list[FailureCause] = []
     trace = None
     with problems:
         trace = _measured(values, origin, causes)
@@ -186,7 +186,7 @@ def read(given: argparse.Namespace) -> Scenario:
     return found
 
 
-def _measured(values: dict, origin: dict, causes: list[Cause]) -> History | None:
+def _measured(values: dict, origin: dict, causes: list[FailureCause]) -> FailureHistory | None:
     """Add what the record of a run, Slurm's accounting or a history says; return a history that is replayed."""
     from ft.lab.plan.goodput import measured
 
@@ -212,21 +212,21 @@ def _measured(values: dict, origin: dict, causes: list[Cause]) -> History | None
     return trace
 
 
-def _causes(values: Mapping[str, Any], known: bool) -> list[Cause]:
+def _causes(values: Mapping[str, Any], known: bool) -> list[FailureCause]:
     """Return the causes of failures that the keys describe."""
     repair, domain = values["repair_time"], values["domain_repair_time"]
     found = []
     if values["gpu_mtbf"] and values["gpus_per_node"]:
-        found.append(Cause("GPU", values["gpu_mtbf"] / values["gpus_per_node"], 1, 1, repair))
+        found.append(FailureCause("GPU", values["gpu_mtbf"] / values["gpus_per_node"], 1, 1, repair))
     if values["node_mtbf"]:
-        found.append(Cause("node", values["node_mtbf"], 1, 1, repair))
+        found.append(FailureCause("node", values["node_mtbf"], 1, 1, repair))
     for name in ("rack", "switch", "power"):
         size = values[f"nodes_per_{name}"]
         if values[f"{name}_mtbf"] and size:
-            found.append(Cause(name, values[f"{name}_mtbf"], size, size, domain))
+            found.append(FailureCause(name, values[f"{name}_mtbf"], size, size, domain))
     if values["software_mtbf"] and values["gpus"]:
         nodes = max(1, values["gpus"] // values["gpus_per_node"])
-        found.append(Cause("software", values["software_mtbf"] * nodes, 0, 1, 0.0))
+        found.append(FailureCause("software", values["software_mtbf"] * nodes, 0, 1, 0.0))
     return found
 
 

@@ -72,7 +72,7 @@ class Risk:
 
 
 @dataclass(frozen=True)
-class Question:
+class SnapshotQuestion:
     """The planned run.
 
     Attributes:
@@ -139,7 +139,7 @@ class CopiesResult:
         d2h_s: seconds of the copy to the host.
         network_s: seconds of the transfer over the network.
         transfer_s: seconds of both, overlapped chunk by chunk.
-        fits: whether ``transfer_s`` is at most ``Question.window_s``; None where that is unknown.
+        fits: whether ``transfer_s`` is at most ``SnapshotQuestion.window_s``; None where that is unknown.
         risk: risk computed for the actual placement of the copies.
         problems: sentences about the placement's problems.
     """
@@ -162,7 +162,7 @@ class CopiesResult:
         return self.own + self.copies
 
 
-def answer(question: Question, k: int) -> CopiesResult:
+def answer(question: SnapshotQuestion, k: int) -> CopiesResult:
     """Place ``k`` copies of each snapshot and compute their cost and risk."""
     # With SciPy, which wrong input need not wait for.
     from ft.state.placement.assign import find_problems, place

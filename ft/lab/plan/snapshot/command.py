@@ -12,7 +12,7 @@ from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.hooks import own_flags
 from ft.base.errors import UserError
 from ft.base.quantities import amount, argument, count, duration, gigabytes_per_second, positive, size, whole
-from ft.lab.plan.snapshot.answer import MONTH, CopiesResult, Failures, Question, answer
+from ft.lab.plan.snapshot.answer import MONTH, CopiesResult, Failures, SnapshotQuestion, answer
 from ft.lab.plan.snapshot.shards import even, from_flags, shards
 from ft.platform import slurm
 from ft.platform.slurm import NODE, Topology, read_topology
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def question_of(given: argparse.Namespace) -> Question:
+def question_of(given: argparse.Namespace) -> SnapshotQuestion:
     """Build the question from the flags.
 
     Raises:
@@ -135,7 +135,7 @@ def question_of(given: argparse.Namespace) -> Question:
     kinds = {kind for node in nodes for kind in node if kind != NODE}
     node_mtbf = given.node_mtbf or _GPU_MTBF_S / given.gpus_per_node
     mtbf = {NODE: node_mtbf, **dict.fromkeys(sorted(kinds), given.domain_mtbf)}
-    return Question(
+    return SnapshotQuestion(
         grid=grid,
         parameters=sum(stage.dense * grid.tp + stage.expert * grid.etp * grid.ep for stage in stages),
         has_flags=bool(words),
@@ -244,7 +244,7 @@ def data_parallel_groups(grid: Layout, pipeline_first: bool) -> numpy.ndarray:
     return ranks.reshape(grid.pp, grid.tp, grid.dp * grid.cp)
 
 
-def as_values(question: Question, answers: list[CopiesResult]) -> dict[str, Any]:
+def as_values(question: SnapshotQuestion, answers: list[CopiesResult]) -> dict[str, Any]:
     """Return bytes, seconds and probabilities for ``--json``."""
     return {
         "nodes": question.nodes,
@@ -271,7 +271,7 @@ def as_values(question: Question, answers: list[CopiesResult]) -> dict[str, Any]
     }
 
 
-def as_text(question: Question, answers: list[CopiesResult]) -> str:
+def as_text(question: SnapshotQuestion, answers: list[CopiesResult]) -> str:
     """Return a table with a column for a run without snapshots and one per number of copies, followed by problems."""
     rows = [(name, none, *map(cell, answers)) for name, none, cell in _rows(question, answers)]
     head = ("", "none", *(f"k = {found.k}" for found in answers))
@@ -291,7 +291,7 @@ def _without_per_month(answers: list[CopiesResult]) -> float:
     return replace(answers[0].risk, per_failure=1.0).within(MONTH)
 
 
-def _head(question: Question, answers: list[CopiesResult]) -> list[str]:
+def _head(question: SnapshotQuestion, answers: list[CopiesResult]) -> list[str]:
     kinds = dict.fromkeys(kind for place in question.where.values() for kind in place)
     counts = {kind: len({place.get(kind) for place in question.where.values()}) for kind in kinds}
     rates = "; ".join(f"each of {counts[kind]} {kind}s every {seconds(question.failures.mtbf[kind])}" for kind in kinds)
@@ -321,7 +321,7 @@ _Row = tuple[str, str, Callable[[CopiesResult], str]]
 """Name of a row, its cell for a run that restarts from checkpoints alone, and that of a number of copies."""
 
 
-def _rows(question: Question, answers: list[CopiesResult]) -> list[_Row]:
+def _rows(question: SnapshotQuestion, answers: list[CopiesResult]) -> list[_Row]:
     rows: list[_Row] = [
         ("host memory of a node", "0", lambda found: _size(found.memory)),
         ("  own snapshots, two each", "-", lambda found: _size(found.own)),
@@ -347,7 +347,7 @@ def _rows(question: Question, answers: list[CopiesResult]) -> list[_Row]:
     return rows + _losses(question, answers)
 
 
-def _losses(question: Question, answers: list[CopiesResult]) -> list[_Row]:
+def _losses(question: SnapshotQuestion, answers: list[CopiesResult]) -> list[_Row]:
     if not question.copies_carry:
         peers = max(len(group) for group in question.groups)
         return [("loss of state", "-", lambda found: f"if all {peers} fail")]
@@ -360,7 +360,7 @@ def _losses(question: Question, answers: list[CopiesResult]) -> list[_Row]:
     return rows
 
 
-def _fits_memory(question: Question, found: CopiesResult) -> bool | None:
+def _fits_memory(question: SnapshotQuestion, found: CopiesResult) -> bool | None:
     return None if question.host_memory is None else found.memory <= question.host_memory
 
 

@@ -15,7 +15,7 @@ from ft.lab.reproducibility.probe import Probe, cases
 from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import count, seconds
 from ft.state.snapshot.buffers import Slot
-from ft.state.snapshot.copier import Copier, Plan, tables_of
+from ft.state.snapshot.copier import Copier, CopyPlan, tables_of
 from ft.systems.dmr.digest import backend, digest
 from megatron import patches
 
@@ -77,7 +77,7 @@ def _copies(state: dict[str, torch.Tensor], *, pinned: bool, planted: bool) -> _
     """Copy ``state`` several times; the first time also allocates the memory, so the fastest counts."""
     sections, slot, copier = {"own": state}, Slot(), Copier()
     slot.fit(tables_of(sections), pinned)
-    plan, found = Plan(slot, sections), []
+    plan, found = CopyPlan(slot, sections), []
     for _ in range(_ROUNDS):
         _synchronize(state)
         began = time.monotonic()

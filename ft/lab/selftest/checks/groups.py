@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ft.base import bounded_json
 from ft.base.errors import EpochClosed, FtError
 from ft.job.control.timeouts import Timeouts
-from ft.lab.selftest.ranks import TOKEN, Crew, Member, Rank, devices
+from ft.lab.selftest.ranks import TOKEN, Crew, Rank, TestRank, devices
 from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import seconds
 from ft.state.groups.backends import NcclConnector, interrupt_together, wrap
@@ -51,7 +51,7 @@ def one_rank(context: Context) -> tuple[str, Measured]:
 
 
 def _one_rank(rank: Rank) -> Measured:
-    member = Member(rank, _TIMEOUT_S)
+    member = TestRank(rank, _TIMEOUT_S)
     member.reduce()
     again = 0.0
     for cycle in range(_CYCLES):
@@ -98,7 +98,7 @@ def several_ranks(context: Context) -> tuple[str, Measured]:
 
 
 def _cycles(rank: Rank) -> Measured:
-    member = Member(rank, _TIMEOUT_S)
+    member = TestRank(rank, _TIMEOUT_S)
     part = dist.new_group(list(range(rank.size)))
     last, release, again = rank.size - 1, 0.0, 0.0
     for cycle in range(_CYCLES):
@@ -119,7 +119,7 @@ def _cycles(rank: Rank) -> Measured:
     return {"made_s": member.made_s, "release_s": release, "again_s": again}
 
 
-def _blocked(member: Member, group=None) -> float:
+def _blocked(member: TestRank, group=None) -> float:
     """Wait in an all-reduce until the epoch is closed; return the seconds from the closing to the release."""
     try:
         while True:
@@ -141,7 +141,7 @@ def both_send(context: Context) -> tuple[str, Measured]:
 
 
 def _both_send(rank: Rank) -> Measured:
-    member, other = Member(rank, _TIMEOUT_S), 1 - rank.number
+    member, other = TestRank(rank, _TIMEOUT_S), 1 - rank.number
     size = _LARGE_MESSAGE if member.device.type == "cuda" else _MESSAGE_ON_CPU
     mine = torch.full((size // 4,), float(rank.number), device=member.device)
     theirs, took = torch.empty_like(mine), 0.0
@@ -212,7 +212,7 @@ def _killed(context: Context, size: int, function: Callable[[Rank], Measured], n
 
 
 def _survive(rank: Rank) -> Measured:
-    member = Member(rank, _TIMEOUT_S)
+    member = TestRank(rank, _TIMEOUT_S)
     member.reduce()
     rank.meet("kill")
     _blocked(member)
@@ -226,7 +226,7 @@ def _survive_without_p2p(rank: Rank) -> Measured:
 
 def _wait_for_the_last(rank: Rank) -> Measured:
     """Make all groups again, for which the last rank never comes."""
-    member = Member(rank, _TIMEOUT_S)
+    member = TestRank(rank, _TIMEOUT_S)
     member.reduce()
     rank.meet("used")
     if rank.number == 0:
@@ -260,9 +260,9 @@ def hung_groups(context: Context) -> tuple[str, Measured]:
     return f"together in {seconds(measured['together_s'])}, one after the other {in_turn} ({_how(context)})", measured
 
 
-def _hang(rank: Rank, *, waits: bool = True) -> tuple[Member, list[dist.ProcessGroup], list[dist.Work]]:
+def _hang(rank: Rank, *, waits: bool = True) -> tuple[TestRank, list[dist.ProcessGroup], list[dist.Work]]:
     """Return this rank, two groups, and on rank 0 an unfinished all-reduce in each, which rank 1 does not join."""
-    member = Member(rank, _TIMEOUT_S, waits=waits)
+    member = TestRank(rank, _TIMEOUT_S, waits=waits)
     parts = [dist.new_group([0, 1]) for _ in range(2)]
     for part in parts:
         member.reduce(part)

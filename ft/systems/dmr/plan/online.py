@@ -18,7 +18,7 @@ from ft.systems.dmr.plan.phases import Draft
 from ft.systems.dmr.plan.trace import CLOSE_US, Operator, Window
 
 
-class Entry(NamedTuple):
+class DeferredCheck(NamedTuple):
     """A deferred verification, known by its ``key``: its duration in microseconds, and the bytes of memory that are
     kept until then and would be free otherwise."""
 
@@ -32,14 +32,14 @@ class Waiting:
     removes them from the queue. ``held``: memory that is kept for all entries, in bytes."""
 
     def __init__(self):
-        self._entries: dict[Any, Entry] = {}
-        self._by_time: list[tuple[float, int, Entry]] = []
-        self._holding: list[tuple[float, Any, Entry]] = []
+        self._entries: dict[Any, DeferredCheck] = {}
+        self._by_time: list[tuple[float, int, DeferredCheck]] = []
+        self._holding: list[tuple[float, Any, DeferredCheck]] = []
         self._number: dict[Any, int] = {}
         self._came = 0
         self.held = 0.0
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[DeferredCheck]:
         return iter(self._entries.values())
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Waiting:
     def __contains__(self, key: Any) -> bool:
         return key in self._entries
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: DeferredCheck) -> None:
         """Add an entry."""
         self._came += 1
         self._entries[entry.key], self._number[entry.key] = entry, self._came
@@ -58,7 +58,7 @@ class Waiting:
             bisect.insort(self._holding, (entry.check_us, entry.key, entry))
             self.held += entry.bytes
 
-    def take(self, key: Any) -> Entry:
+    def take(self, key: Any) -> DeferredCheck:
         """Remove and return the entry of a key.
 
         Raises:
@@ -73,7 +73,7 @@ class Waiting:
             self.held = self.held - entry.bytes if self._holding else 0.0
         return entry
 
-    def press(self, headroom: float, longest_us: float = math.inf) -> list[Entry]:
+    def press(self, headroom: float, longest_us: float = math.inf) -> list[DeferredCheck]:
         """Remove and return the entries that have to be executed immediately so that the rest fits into ``headroom``
         bytes of memory. Entries that take longer than the longest window that will come soon would keep their memory
         for long, and are removed first, in order of decreasing duration. Then other entries are removed, in order of
@@ -84,7 +84,7 @@ class Waiting:
             forced.append(self.take((last if last.check_us > longest_us else first).key))
         return forced
 
-    def fill(self, dur_us: float) -> list[Entry]:
+    def fill(self, dur_us: float) -> list[DeferredCheck]:
         """Remove and return a subset that fills a window of ``dur_us`` microseconds, longest entry first. (This greedy
         choice fills 0.975 of the time, an exact choice 0.976.)"""
         chosen = []
@@ -94,7 +94,7 @@ class Waiting:
             dur_us -= entry.check_us
         return chosen
 
-    def oldest(self, at_most_us: float = math.inf) -> Entry | None:
+    def oldest(self, at_most_us: float = math.inf) -> DeferredCheck | None:
         """Remove and return the oldest entry that takes at most ``at_most_us`` microseconds; None if there is none."""
         if not self._by_time or self._by_time[0][0] > at_most_us:
             return None
@@ -159,11 +159,11 @@ def _defer(draft: Draft, op: Operator, slot: int) -> None:
         draft.give_up(op.id)
 
 
-def _at_once(draft: Draft, entries: Iterable[Entry]) -> None:
+def _at_once(draft: Draft, entries: Iterable[DeferredCheck]) -> None:
     for entry in entries:
         draft.give_up(entry.key)
 
 
-def _entry(draft: Draft, op: Operator) -> Entry:
+def _entry(draft: Draft, op: Operator) -> DeferredCheck:
     tensors = (draft.trace.tensors[name] for name in dict.fromkeys(op.tensors))
-    return Entry(op.id, op.check_us, sum(tensor.bytes for tensor in tensors if tensor.free_us is not None))
+    return DeferredCheck(op.id, op.check_us, sum(tensor.bytes for tensor in tensors if tensor.free_us is not None))

@@ -23,7 +23,7 @@ PHASES = 3
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanPart:
     """The part of a plan that belongs to one stage (or to all stages). ``peak``: peak memory, in bytes."""
 
     assign: Mapping[str, Assignment]
@@ -31,7 +31,7 @@ class Part:
     peak: float
 
 
-def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> Iterator[tuple[int, list[Part]]]:
+def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> Iterator[tuple[int, list[PlanPart]]]:
     """Yield several plans, each as (number of planning phases that it uses, a part for each stage).
 
     One plan keeps the activations inside AGC segments that come from a recomputation. Another plan regenerates them,
@@ -61,8 +61,8 @@ def _begun(trace: Trace, budget: float, kinds: Sequence[str]) -> list[Draft]:
     return drafts
 
 
-def _parts(drafts: list[Draft]) -> list[Part]:
-    return [Part(draft.completed(), dict(draft.segments), draft.holdings.peak) for draft in drafts]
+def _parts(drafts: list[Draft]) -> list[PlanPart]:
+    return [PlanPart(draft.completed(), dict(draft.segments), draft.holdings.peak) for draft in drafts]
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
     clock = Clock(trace)
     naive = everything_at_once(trace)
     base = max((trace.memory.peak(stage) for stage in trace.stages), default=0.0)
-    by_phase: dict[int, list[list[Part]]] = {phase: [] for phase in range(options.phases + 1)}
-    by_phase[0].append([Part(naive, {}, base)])
+    by_phase: dict[int, list[list[PlanPart]]] = {phase: [] for phase in range(options.phases + 1)}
+    by_phase[0].append([PlanPart(naive, {}, base)])
     for phase, parts in attempts(trace, budget, options.phases, options.kinds):
         by_phase[phase].append(parts)
     if options.phases == PHASES:
@@ -125,7 +125,7 @@ def _rank(plan: Plan) -> tuple[float, float]:
     return plan.predicted.t_plan, plan.predicted.exposed_us
 
 
-def _found(trace: Trace, parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> Plan:
+def _found(trace: Trace, parts: Sequence[PlanPart], clock: Clock, times: tuple[float, float]) -> Plan:
     assign = {name: how for part in parts for name, how in part.assign.items()}
     segments = {name: one for part in parts for name, one in part.segments.items()}
     peak = max((part.peak for part in parts), default=0.0)
@@ -133,7 +133,7 @@ def _found(trace: Trace, parts: Sequence[Part], clock: Clock, times: tuple[float
     return Plan(trace, assign, segments, predicted)
 
 
-def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:
+def _best_of_each_stage(candidates: Sequence[Sequence[PlanPart]], clock: Clock) -> list[PlanPart]:
     """Return for each stage the part with the least verification time outside of windows. Candidates that do not have
     one part for each stage are left out."""
     stages = max(map(len, candidates))
@@ -141,14 +141,14 @@ def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> l
     return [min(parts, key=lambda part: clock.exposed_us(part.assign)) for parts in zip(*whole, strict=True)]
 
 
-def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> Part | None:
+def _still(trace: Trace, known: Plan, kinds: Sequence[str]) -> PlanPart | None:
     """Return an earlier plan as a part for all stages of this trace; None if it cannot be followed here, or if it uses
     windows of other kinds than ``kinds``."""
     moved = replace(known, trace=trace)
     unwanted = {window.id for window in trace.windows if window.kind not in kinds}
     if any(how.window in unwanted for how in known.assign.values()) or any(problems(moved)):
         return None
-    return Part(known.assign, known.segments, max(peaks(moved).values(), default=0.0))
+    return PlanPart(known.assign, known.segments, max(peaks(moved).values(), default=0.0))
 
 
 def _enough(trace: Trace, budget: float) -> None:

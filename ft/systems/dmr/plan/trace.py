@@ -170,7 +170,7 @@ class Changes:
         return found
 
 
-class Memory(Struct, frozen=True):
+class MemoryInUse(Struct, frozen=True):
     """Memory in use without DMR: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time,
     and the bytes that a stage may use; None if unknown."""
 
@@ -203,7 +203,7 @@ class Trace(Struct, frozen=True, dict=True):
     ops: tuple[Operator, ...]
     tensors: Mapping[str, Tensor]
     windows: tuple[Window, ...]
-    memory: Memory
+    memory: MemoryInUse
     pipeline: Pipeline | None = None
     early_stop: bool = False
     units: tuple[tuple[Unit, Amount, Amount], ...] = ()

@@ -20,7 +20,7 @@ from msgspec import structs
 from ft.base.errors import UserError
 from ft.systems.dmr.digest import same, writer
 from ft.systems.dmr.plan.predict import Timeline, idle, simulate, unit_of
-from ft.systems.dmr.plan.trace import IN_UNITS, OPTIMIZER, RECOMPUTE, Memory, Operator, Tensor, Trace, Window
+from ft.systems.dmr.plan.trace import IN_UNITS, OPTIMIZER, RECOMPUTE, MemoryInUse, Operator, Tensor, Trace, Window
 from ft.systems.dmr.profile.recorder import P2P, StageRecord
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
@@ -155,7 +155,9 @@ def assemble(
         memory[record.stage] = _live(record, starts)
     windows.sort(key=lambda window: (window.stage, window.start_us))
     units = tuple((unit, begins + start, begins + end) for unit, (start, end) in timeline.times.items())
-    return Trace(dict(fingerprint), tuple(ops), tensors, tuple(windows), Memory(memory, budget), pipeline, units=units)
+    return Trace(
+        dict(fingerprint), tuple(ops), tensors, tuple(windows), MemoryInUse(memory, budget), pipeline, units=units
+    )
 
 
 def blocks(record: StageRecord) -> list[Block]:

@@ -25,7 +25,7 @@ P2P = INTER[0]
 
 
 @dataclass(slots=True)
-class Memory:
+class Storage:
     """One storage: the block of memory that a tensor and its views share. ``freed``: number of the first event that
     began after the storage was freed; None if it outlived the iteration."""
 
@@ -48,7 +48,7 @@ class StageRecord:
 
     stage: int
     events: list[Operator | Window] = field(default_factory=list)
-    memory: dict[str, Memory] = field(default_factory=dict)
+    memory: dict[str, Storage] = field(default_factory=dict)
     live: list[int] = field(default_factory=list)
     times: Sequence[Timed] = ()
 
@@ -124,7 +124,7 @@ class Storages:
     """
 
     def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None, stage: int = 0):
-        self.memory: dict[str, Memory] = {}
+        self.memory: dict[str, Storage] = {}
         self._live: dict[int, tuple[StorageWeakRef, str]] = {}
         self._lasting: dict[int, str] = {}
         self._state = {storage._cdata: storage.nbytes() for storage in map(_storage, state) if storage is not None}
@@ -148,7 +148,7 @@ class Storages:
         if storage is None:
             return None
         key, name = storage._cdata, f"s{self._stage}.t{len(self.memory)}"
-        self.memory[name] = Memory(storage.nbytes())
+        self.memory[name] = Storage(storage.nbytes())
         if key in self._state:
             self._lasting[key] = name
         else:

@@ -116,7 +116,7 @@ class IterationVerifier(Layer):
     ):
         self._trainer, self.engine, self.undo, self._witness, self._limits = trainer, engine, undo, witness, limits
         self._strategy: str | None = strategy
-        self._memory = suspects.Memory(limits.memory)
+        self._memory = suspects.WrongAttempts(limits.memory)
         self.coverage = Coverage()
         self._missing = 0
         self._step, self._has_shared, self._was_wrong = 0, False, False

@@ -153,7 +153,7 @@ class Execution(NamedTuple):
 
 
 @dataclass(slots=True)
-class Entry:
+class DeferredOperator:
     """One operator whose verification is deferred.
 
     Attributes:
@@ -172,14 +172,16 @@ class Entry:
     stream: "torch.cuda.Stream | None"
 
 
-def entry(done: Execution, due: int) -> Entry:
+def entry(done: Execution, due: int) -> DeferredOperator:
     """Return the entry of an operator that has just been executed."""
     at, (kind, func, args, kwargs), out, state = done
     call = Call(kind, func, *mapped(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
     outs = [tensor.detach() for tensor in tensors_in(out)]
     kept = tensors_in((call.args, call.kwargs, outs))
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
-    return Entry(Execution(at, call, outs, state), [tensor._version for tensor in kept], storages, due, current(kept))
+    return DeferredOperator(
+        Execution(at, call, outs, state), [tensor._version for tensor in kept], storages, due, current(kept)
+    )
 
 
 def mapped(kind: type[_T], change: Callable[[_T], Any], value: Any) -> Any:
@@ -202,9 +204,9 @@ class Waiting:
             that the entries keep now.
     """
 
-    def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
+    def __init__(self, verify: Callable[[DeferredOperator], None], lasting: Collection[int] = ()):
         self._verify, self._lasting = verify, frozenset(lasting)
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, DeferredOperator] = {}
         self._users: dict[int, int] = {}
         self.nbytes = 0
         self._next_due = NEVER
@@ -212,7 +214,7 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, one: Entry) -> None:
+    def put(self, one: DeferredOperator) -> None:
         """Add an entry."""
         self._entries[id(one)] = one
         if one.due >= 0:
@@ -222,7 +224,7 @@ class Waiting:
             self._users[storage] = users + 1
             self.nbytes += 0 if users or storage in self._lasting else size
 
-    def take(self, wanted: Callable[[Entry], bool]) -> int:
+    def take(self, wanted: Callable[[DeferredOperator], bool]) -> int:
         """Verify and remove the entries for which ``wanted`` returns True, in order; return their number."""
         return self.take_these([number for number, one in self._entries.items() if wanted(one)])
 
@@ -234,7 +236,7 @@ class Waiting:
             self._let_go(one)
         return len(numbers)
 
-    def _let_go(self, one: Entry) -> None:
+    def _let_go(self, one: DeferredOperator) -> None:
         for storage, size in one.storages.items():
             self._users[storage] -= 1
             if not self._users[storage]:
@@ -264,7 +266,7 @@ Disturb = Callable[[OperatorCall, Sequence[torch.Tensor]], None]
 """Corrupts the results of a second execution, in fault-injection experiments."""
 
 
-def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> None:
+def verify(one: DeferredOperator, findings: Findings, disturb: Disturb | None = None) -> None:
     """Execute the operator of ``one`` again and compare the results. If its tensors have been changed in the meantime,
     note a mismatch instead."""
     at, call, outs, state = one.done
@@ -461,7 +463,7 @@ class Queue:
         one = entry(done, -1 if decision.due is None else decision.due)
         self._waiting.put(one)
         if decision.due is None:
-            self._dynamic.put(online.Entry(id(one), decision.check_us, decision.bytes))
+            self._dynamic.put(online.DeferredCheck(id(one), decision.check_us, decision.bytes))
             self._relieve()
         self._weigh()
         return True
@@ -526,7 +528,7 @@ class Queue:
         self._replay_bytes -= replay.nbytes
         return replay.verify(self.disturb)
 
-    def _gone(self, one: Entry) -> None:
+    def _gone(self, one: DeferredOperator) -> None:
         """Verify an entry, and remove it from the dynamic queue if it is there."""
         if id(one) in self._dynamic:
             self._dynamic.take(id(one))

@@ -230,7 +230,7 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
     return Outcome(GIVE_UP, reason=f"{len(attempts)} attempts went wrong, and {nobody}")
 
 
-class Memory:
+class WrongAttempts:
     """The wrong attempts of this rank in the last ``iterations``. Each worker remembers only its own. A worker that
     takes over the rank begins with none, because it runs on another device, which does not have the fault."""
 

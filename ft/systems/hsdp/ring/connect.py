@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ft.base.errors import ReplaceNodeError
-from ft.net.handshake import NotAMember, Party, Refused, accept, dial
+from ft.net.handshake import HandshakeRefused, NotAMember, Party, accept, dial
 from ft.net.streams import Network
 from ft.systems.hsdp.ring.links import BREAK, READ, Control, ControlMessage, Poller
 from ft.systems.hsdp.ring.options import Broken, RingOptions
@@ -147,7 +147,7 @@ class Dialer:
             _, answered = dial(connection, Party(self._token, PURPOSE, True), limit_s, said, ANSWER.size)
         except TimeoutError:
             return False  # the member that waits for this neighbour says so
-        except (OSError, Refused) as error:
+        except (OSError, HandshakeRefused) as error:
             self._fail(error)
             return False
         answer = Acceptance(*ANSWER.unpack(answered))
@@ -172,7 +172,7 @@ class Dialer:
     def _in_words(self, error: Exception) -> Exception:
         if isinstance(error, Broken):
             return error
-        if isinstance(error, Refused):
+        if isinstance(error, HandshakeRefused):
             return Broken(f"{self._name()} is no member of this run", self._index)
         if isinstance(error, NotAMember):
             how = "does not speak the ring's protocol: another process has that port"
@@ -204,7 +204,7 @@ class _Newcomer:
     hello: Hello
 
 
-class Listener:
+class RingListener:
     """Accepts the connections of the left neighbour; used by the ring's thread.
 
     Attributes:
@@ -291,7 +291,7 @@ class Listener:
         party = Party(self._token, PURPOSE, False)
         try:
             theirs, said = accept(connection, party, _HELLO_S, HELLO.size, ANSWER.size)
-        except (OSError, Refused):
+        except (OSError, HandshakeRefused):
             self._dismiss(connection)
             return
         connection.setblocking(False)

@@ -15,7 +15,7 @@ import torch
 from ft.base.errors import UserError
 from ft.state import device as devices
 from ft.systems.hsdp.ring import numbers
-from ft.systems.hsdp.ring.links import READ, WRITE, Link, Links, Poller
+from ft.systems.hsdp.ring.links import READ, WRITE, Links, Poller, RingLink
 from ft.systems.hsdp.ring.numbers import Item, Numbers, items
 from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.staging import Staged, Staging
@@ -233,7 +233,7 @@ class Flow:
             self._poller.watch(descriptor, events, _nothing)
         wanted[descriptor] = events
 
-    def _lost(self, link: Link, error: OSError) -> Exception:
+    def _lost(self, link: RingLink, error: OSError) -> Exception:
         return self._links.lost(link, error.strerror or str(error))
 
 

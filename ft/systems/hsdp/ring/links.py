@@ -151,7 +151,7 @@ _GRACE_S = 0.05
 
 
 @dataclass
-class Link:
+class RingLink:
     """Connections to one neighbour.
 
     Attributes:
@@ -181,8 +181,8 @@ class Links:
     """
 
     def __init__(self, poller: Poller):
-        self.left: Link | None = None
-        self.right: Link | None = None
+        self.left: RingLink | None = None
+        self.right: RingLink | None = None
         self.broken: Broken | None = None
         self.operation, self.busy = 0, False
         self.asked: float | None = None
@@ -195,7 +195,7 @@ class Links:
         Args:
             connections: the connections to this neighbour.
         """
-        link = Link(side, index, Control(connections[0]), connections[1:])
+        link = RingLink(side, index, Control(connections[0]), connections[1:])
         setattr(self, side, link)
         self._poller.watch(link.control.fileno(), READ, lambda: self._hear(link))
 
@@ -222,7 +222,7 @@ class Links:
         suspect, why = self.blame()
         return Broken(f"nothing has moved for {limit_s:g} s: {why}", suspect)
 
-    def lost(self, link: Link, how: str) -> Broken:
+    def lost(self, link: RingLink, how: str) -> Broken:
         """Return why the data connection of ``link`` has ended.
 
         This is the reason that a neighbour has sent in a control message. Without such a message, the neighbour itself
@@ -261,7 +261,7 @@ class Links:
                 connection.close()
             link.control.close()
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: RingLink) -> None:
         try:
             for message in link.control.hear():
                 self._take(link, message)
@@ -269,7 +269,7 @@ class Links:
             self._poller.forget(link.control.fileno())
             link.gone = link.gone or Broken(f"{link.name()} is lost: {error}", link.index)
 
-    def _take(self, link: Link, message: ControlMessage) -> None:
+    def _take(self, link: RingLink, message: ControlMessage) -> None:
         if message.kind == PING:
             link.control.say(ControlMessage(PONG, self.operation, self.busy))
         elif message.kind == PONG:
@@ -292,5 +292,5 @@ class Links:
                 return Broken(f"{message.reason}; here {why}", suspect)
         return Broken(message.reason, message.suspect)
 
-    def _joined(self) -> list[Link]:
+    def _joined(self) -> list[RingLink]:
         return [link for link in (self.left, self.right) if link is not None]

@@ -21,7 +21,7 @@ from ft.base.errors import RecoverableError, UserError
 from ft.net.streams import Network, TcpNetwork
 from ft.systems.hsdp.ring import numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
-from ft.systems.hsdp.ring.connect import Dialer, Hello, Listener, agreement, tuned
+from ft.systems.hsdp.ring.connect import Dialer, Hello, RingListener, agreement, tuned
 from ft.systems.hsdp.ring.flow import Reducer
 from ft.systems.hsdp.ring.links import Links, Poller
 from ft.systems.hsdp.ring.options import Broken, Pending, ReduceResult, RingOptions
@@ -103,7 +103,7 @@ class Ring:
         listener, self.address = self._network.listen()
         self._wait_s, self._number = self._options.limit_s, -1
         self._poller = Poller()
-        self._door = Listener(self._poller, listener, token)
+        self._door = RingListener(self._poller, listener, token)
         self._reducer = Reducer(self._poller, self._options, self._pause, self._moved)
         self._links: Links | None = None
         self._members = Members(-1, [], 0)

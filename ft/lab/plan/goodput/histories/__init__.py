@@ -19,7 +19,7 @@ KINDS = {"node": 1, "software": 0, "rack": 16, "switch": 32, "power": 64}
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """What fails together, and how often.
 
     Attributes:
@@ -42,7 +42,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class History:
+class FailureHistory:
     """Failures that were recorded.
 
     Attributes:
@@ -62,7 +62,7 @@ class History:
 
     def causes(
         self, gpus_per_node: int, repair_s: float, domain_s: float, sizes: Mapping[str, int | None]
-    ) -> list[Cause]:
+    ) -> list[FailureCause]:
         """Return the causes with their rates per node, one for each kind.
 
         Args:
@@ -80,7 +80,7 @@ class History:
             taken = sizes.get(kind) or KINDS[kind]
             per = max(1, taken)
             repair = repair_s if kind == "node" else 0.0 if kind == "software" else domain_s
-            found.append(Cause(f"{kind} ({self.name})", node_seconds / per / number, taken, per, repair))
+            found.append(FailureCause(f"{kind} ({self.name})", node_seconds / per / number, taken, per, repair))
         return found
 
 
@@ -89,7 +89,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in Path(__file__).parent.glob("*.csv"))
 
 
-def history(name: str) -> History:
+def history(name: str) -> FailureHistory:
     """Return a published history, or one from a CSV file.
 
     Raises:
@@ -111,7 +111,7 @@ def history(name: str) -> History:
         raise UserError(f"--history {name}: {error!r}", f"{fix}, and lines # gpus: N and # hours: H") from error
 
 
-def _history(name: str, about: dict[str, str], rows: Iterable[dict[str, str]]) -> History:
+def _history(name: str, about: dict[str, str], rows: Iterable[dict[str, str]]) -> FailureHistory:
     counts: dict[tuple[str, str], float] = {}
     times = []
     for row in rows:
@@ -128,4 +128,4 @@ def _history(name: str, about: dict[str, str], rows: Iterable[dict[str, str]]) -
     gpus, hours = int(about["gpus"]), float(about.get("hours") or max(times)[0] / 3600.0)
     if not counts or gpus < 1 or not 0.0 < hours < math.inf:
         raise ValueError("no failures, no GPUs or no time")
-    return History(name, about.get("source", name), gpus, hours, counts, tuple(sorted(times)))
+    return FailureHistory(name, about.get("source", name), gpus, hours, counts, tuple(sorted(times)))
