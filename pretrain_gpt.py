@@ -12,7 +12,8 @@ from ft.base.errors import UserError
 from ft.commands import checkouts
 from ft.job.agent import warm
 from ft.job.agent.options import Script
-from megatron.ft_trainer.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
+from megatron.ft_trainer.arguments import Options, help_text, parse, refusals
+from megatron.ft_trainer.arguments.needs import GPU, TE, is_here
 from megatron.ft_trainer.launcher import launch_from
 from megatron.ft_trainer.logging.quiet import quieten
 
@@ -47,7 +48,7 @@ def refuse(argv: list[str], error: UserError) -> int:
     """Says all that is wrong with the command line, of which ``error`` is a part; returns the exit code."""
     try:
         place = launch_from(os.environ)
-        _, problems = refusals(argv, place.world_size, has_te=may_have_te(), has_gpu=may_have_gpu())
+        _, problems = refusals(argv, place.world_size, has_te=is_here(TE), has_gpu=is_here(GPU))
         error = UserError.of(problems)
     except UserError as torn:
         place, error = None, UserError.of([*error.problems, *torn.problems])

@@ -115,9 +115,9 @@ def examine(
         others = asked.replicas - 1 if asked is not None else -1
         protection = RunProtection(REPLICAS, others) if others >= 0 else RunProtection(UNKNOWN)
         return protection, checkouts.outside_checkout(script)
-    from megatron.ft_trainer.arguments import may_have_gpu, may_have_te, refusals
+    from megatron.ft_trainer.arguments import needs, refusals
 
-    here = {"has_te": may_have_te(), "has_gpu": may_have_gpu()}
+    here = {"has_te": needs.is_here(needs.TE), "has_gpu": needs.is_here(needs.GPU)}
     options, problems = refusals(script.args, size, **here, replicas=replicas)
     problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]
     if options is None or asked is None:

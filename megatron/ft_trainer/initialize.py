@@ -2,7 +2,6 @@
 
 import os
 import random
-import socket
 from datetime import timedelta
 
 import numpy
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
+from ft.platform import network
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
@@ -31,7 +31,7 @@ def init_process_group(options: CoreOptions, launch: Launch) -> None:
     patches.platform().select_device(launch.local_rank)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if launch.world_size == 1:
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(network.free_port()))
     elif "MASTER_PORT" not in os.environ:
         raise UserError("MASTER_PORT is not set", "start with torchrun, or set MASTER_ADDR and MASTER_PORT")
     dist.init_process_group(
@@ -129,9 +129,3 @@ def destroy() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

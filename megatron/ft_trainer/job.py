@@ -9,8 +9,9 @@ from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.data.loader import Loaders
 from megatron.ft_trainer.exits import Exits
-from megatron.ft_trainer.loaders import Loaders
+from megatron.ft_trainer.initialize import seed_everything
 from megatron.ft_trainer.logging.runlog import RunLog
 from megatron.ft_trainer.model import Trainee
 
@@ -65,8 +66,8 @@ def load(
         asked.load, asked.ckpt_step, asked.finetune = asked.save, None, False
     if state.step > 0 and asked.finetune:
         return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
-    seed = options.training.seed
-    loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, seed)
+    parts = trainee.chunks, trainee.optimizer, trainee.scheduler
+    loaded = checkpointer.load(state, *parts, lambda step: seed_everything(options, step))
     if loaded is not None:
         say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
     return loaded is not None

@@ -63,28 +63,6 @@ def judged_by_core() -> Iterator[None]:
         raise UserError(f"megatron-core refuses this configuration: {error}", "change the flags it names") from error
 
 
-def data_parallel_config(
-    options: Options, parameters: int, *, interleaved: bool, checks_nan: bool
-) -> DistributedDataParallelConfig:
-    """Return megatron-core's configuration of data parallelism.
-
-    Args:
-        options: options of the run.
-        parameters: number of parameters of this rank.
-        interleaved: whether the interleaved pipeline schedule is used.
-        checks_nan: whether NaN in gradients ends the run.
-    """
-    c = options.core
-    given = {
-        **same_names(DistributedDataParallelConfig, options),
-        "grad_reduce_in_fp32": c.accumulate_allreduce_grads_in_fp32,
-        "align_param_gather": c.align_param_gather and interleaved,
-        "check_for_nan_in_grad": checks_nan,
-        "bucket_size": parameters // c.ddp_num_buckets if c.ddp_num_buckets else c.ddp_bucket_size,
-    }
-    return DistributedDataParallelConfig(**given)
-
-
 def same_names(config: type, options: Options) -> dict[str, Any]:
     """Return field -> value for the fields of a configuration of megatron-core that have an option of their name."""
     values = vars(options.core)
@@ -258,16 +236,10 @@ def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | Non
         return specs.get_gpt_decoder_block_spec(
             config, use_te, normalization=c.normalization, qk_l2_norm=c.qk_l2_norm, vp_stage=vp_stage
         )
-    return _plain_layer_spec(options, config)
-
-
-def _plain_layer_spec(options: Options, config: TransformerConfig):
-    """Return the specification of a layer without experts."""
-    c = options.core
-    common = {"multi_latent_attention": c.multi_latent_attention, "qk_l2_norm": c.qk_l2_norm}
-    if uses_te(options):
-        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=c.qk_layernorm, **common)
-    return specs.get_gpt_layer_local_spec(qk_layernorm=c.qk_layernorm, normalization=c.normalization, **common)
+    common = {name: getattr(c, name) for name in ("multi_latent_attention", "qk_l2_norm", "qk_layernorm")}
+    if use_te:
+        return specs.get_gpt_layer_with_transformer_engine_spec(**common)
+    return specs.get_gpt_layer_local_spec(normalization=c.normalization, **common)
 
 
 def _prediction_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
@@ -313,15 +285,18 @@ def _gpt_chunks(options: Options, layout: Layout, config: TransformerConfig, voc
 def _in_data_parallel(
     options: Options, config: TransformerConfig, chunks: list[torch.nn.Module], verified: bool
 ) -> list[DistributedDataParallel]:
-    t = options.training
+    c, check_nan = options.core, options.training.check_for_nan_in_loss_and_grad
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    scales_loss = options.core.fp16 and options.core.loss_scale is None  # then NaN is an expected result
-    ddp_config = data_parallel_config(
-        options,
-        parameters,
-        interleaved=config.virtual_pipeline_model_parallel_size is not None,
-        checks_nan=t.check_for_nan_in_loss_and_grad and not scales_loss and not verified,
-    )
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    scales_loss = c.fp16 and c.loss_scale is None  # then NaN is an expected result
+    given = {
+        **same_names(DistributedDataParallelConfig, options),
+        "grad_reduce_in_fp32": c.accumulate_allreduce_grads_in_fp32,
+        "align_param_gather": c.align_param_gather and interleaved,
+        "check_for_nan_in_grad": check_nan and not scales_loss and not verified,
+        "bucket_size": parameters // c.ddp_num_buckets if c.ddp_num_buckets else c.ddp_bucket_size,
+    }
+    ddp_config = DistributedDataParallelConfig(**given)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

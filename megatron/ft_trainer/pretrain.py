@@ -19,11 +19,11 @@ from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.data.loader import make_loaders
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.initialize import compile_fused_functions, init_model_parallel, seed_everything
 from megatron.ft_trainer.job import Job, load, say
-from megatron.ft_trainer.loaders import make_loaders
 from megatron.ft_trainer.logging.runlog import RunLog, count_parameters, startup_summary
 from megatron.ft_trainer.loop import evaluate, train
 from megatron.ft_trainer.model import transformer_config

@@ -12,10 +12,10 @@ from ft.protection import training_state
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.checkpointing import inventory
 from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.data.loader import Loaders
 from megatron.ft_trainer.initialize import seed_everything
 from megatron.ft_trainer.job import Job, load, save
-from megatron.ft_trainer.loaders import Loaders
-from megatron.ft_trainer.step import rehearse
+from megatron.ft_trainer.loop import rehearse
 
 
 class JobTrainer:

@@ -1,9 +1,9 @@
 """Run-time patches of megatron-core and torch, and the detection of the platform (CUDA or CPU) that they depend on.
 
 A patch replaces one symbol (a function, method, class or constant) of megatron-core, called "core" in this folder, or
-of torch. `apply()` is called once per process, after torch is imported and before any model code. The manifest
-(`manifest.py`) lists every symbol that `apply()` may replace, the reason, and the core versions that the patch was
-checked on; `python -m megatron.patches` prints the manifest.
+of torch. `apply()` is called once per process, after torch is imported and before any model code. The records of the
+patches (`manifest.Patch`) have every symbol that `apply()` may replace, and the reason; `python -m megatron.patches`
+prints them.
 """
 
 from __future__ import annotations
@@ -113,16 +113,15 @@ def apply(*features: str) -> list[Patch]:
     """Apply every patch that this platform and ``features`` need, each at most once per process.
 
     Args:
-        features: names of the features of this run, as in the ``when`` of the manifest's entries, such as
-            ``WITH_REPLICAS``.
+        features: names of the features of this run, keys of ``manifest.MODULES`` such as ``WITH_REPLICAS``.
 
     Returns:
-        the manifest's entries for this platform and ``features``, including those that an earlier call has applied.
+        the patches for this platform and ``features``, including those that an earlier call has applied.
 
     Raises:
-        ft.base.errors.UserError: the installed megatron-core lacks a symbol, or its signature is not the one in the
-            manifest; nothing has been replaced then.
+        ft.base.errors.UserError: the installed megatron-core lacks a symbol, or its signature is not the one that
+            the patch expects; nothing has been replaced then.
     """
     from megatron.patches import registry
 
-    return registry.apply(registry.due(platform().name, frozenset(features)))
+    return registry.apply(registry.due(platform().name, features))

@@ -1,6 +1,6 @@
 """`python -m megatron.patches`: what is replaced in megatron-core and torch, where and why, and whether it fits.
 
-The command compares the manifest of patches with the megatron-core and torch that it imports. It also lists what is
+The command compares the records of the patches with the megatron-core and torch that it imports. It also lists what is
 replaced on single objects, and the collectives that megatron-core calls only once per process.
 
 Exit status: 0 if everything fits, 1 if something does not, 2 on bad input.
@@ -14,8 +14,8 @@ from collections import Counter
 
 from ft.base.errors import UserError
 from megatron.patches.instances import SEAMS
-from megatron.patches.manifest import ELSEWHERE, MANIFEST, ONCE_PER_PROCESS, SUPPORTED_CORE
-from megatron.patches.registry import Finding, check, core_version
+from megatron.patches.manifest import ELSEWHERE, ONCE_PER_PROCESS, SUPPORTED_CORE, SUPPORTED_TORCH
+from megatron.patches.registry import Finding, check, core_version, everything
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # core tells which packages of kernels it does not find
-            findings = check([*MANIFEST, *ELSEWHERE])
+            findings = check([*everything(), *ELSEWHERE])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -40,7 +40,7 @@ def as_table(findings: list[Finding]) -> str:
         patch = finding.patch
         rows.setdefault((finding.status, patch.when, f"{patch.file}.py", patch.why), []).append(finding)
     sizes = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"megatron-core {core_version()}", f"supported: {SUPPORTED_CORE}", ""]
+    lines = [f"megatron-core {core_version()}", f"supported: {SUPPORTED_CORE}; {SUPPORTED_TORCH}", ""]
     for (*columns, why), together in rows.items():
         lines.append("  ".join(f"{cell:{size}}" for cell, size in zip(columns, sizes, strict=True)).rstrip())
         lines += [*_wrapped(", ".join(finding.patch.name for finding in together)), *_wrapped(why)]

@@ -8,73 +8,16 @@ and compares `Tensor.type()` with CUDA names. All of these get replacements for 
 There is no cost per operator: only the functions that take a device are wrapped, and no torch function mode is active.
 """
 
-import functools
 import logging
-import sys
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
 
-from megatron.patches.cpu_torch import shadow_generator, shadow_sends, shadow_streams, shadow_tensors
-from megatron.patches.plain_kernels import under_sequence_parallel
-from megatron.patches.replace import replace
-
-RANDOM = "megatron.core.tensor_parallel.random"
-MAPPINGS = "megatron.core.tensor_parallel.mappings"
-TORCH_NORM = "megatron.core.transformer.torch_norm"
-MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
-MOE_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-OFFLOADING = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
-
-
-def apply() -> None:
-    """Replace the CUDA functions that megatron-core uses. Idempotent. Call it before any model code.
-
-    Core modules that were imported earlier are adapted too: their functions that are decorated with `torch.compile`
-    then run eagerly by `torch.compiler.set_stance`, which costs microseconds per call.
-    """
-    shadow_tensors()
-    shadow_streams()
-    shadow_sends()
-    shadow_generator()
-    import_core()
-    _patch_core()
-
-
-@functools.cache
-def import_core() -> None:
-    """Import `megatron.core` with its `torch.compile` decorators off: compiling takes minutes and gains nothing."""
-    if "megatron.core" in sys.modules:
-        from megatron.core import jit
-
-        if jit.jit_fuser is not jit.noop_decorator:
-            torch.compiler.set_stance("force_eager")
-    else:
-        compile_ = torch.compile
-        torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)
-        try:
-            from megatron.core import jit
-        finally:
-            torch.compile = compile_
-
-
-def _patch_core() -> None:
-    replace("megatron.core.jit", "jit_fuser", import_module("megatron.core.jit").noop_decorator)
-    replace(RANDOM, "_set_cuda_rng_state", _set_generator_state)
-    _quiet_generator_fork()
-    mappings = import_module(MAPPINGS)
-    replace(MAPPINGS, "_gather_along_first_dim", _uneven_gather(mappings._gather_along_first_dim))
-    replace(MAPPINGS, "_reduce_scatter_along_first_dim", _uneven_scatter(mappings._reduce_scatter_along_first_dim))
-    plain_norm = import_module(TORCH_NORM).WrappedTorchNorm.__new__
-    replace(TORCH_NORM, "WrappedTorchNorm.__new__", staticmethod(under_sequence_parallel(plain_norm)))
-    for module in (MOE_UTILS, MOE_DISPATCHER):
-        replace(module, "maybe_move_tensor_to_cpu", _splits_on_host)
-    if not hasattr(import_module(MOE_UTILS), "te_general_gemm"):
-        replace(MOE_UTILS, "te_general_gemm", None)
-    replace(OFFLOADING, "HybridDeviceOptimizer._get_sub_optimizer_param_groups", _offloaded)
-    replace("megatron.core.optimizer.optimizer_config", "is_te_min_version", _there_is_none)
-    replace("megatron.core.distributed.torch_fully_sharded_data_parallel", "DeviceMesh", _HostMesh)
+from megatron.core import jit
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import random as core_random
+from megatron.patches.manifest import Patch
+from megatron.patches.plain_kernels import NORM_SIGNATURES, under_sequence_parallel
 
 
 class _HostMesh:
@@ -87,7 +30,7 @@ class _HostMesh:
         return DeviceMesh.from_group(group, "cpu")
 
 
-def _there_is_none(version, check_equality=True):
+def _there_is_none(_, version, check_equality=True):
     return False
 
 
@@ -101,17 +44,18 @@ class _OneGenerator(logging.Filter):
         return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
 
-def _quiet_generator_fork() -> None:
-    logger = logging.getLogger(RANDOM)
+def apply() -> None:
+    """Silence core's warning about the CPU random generator."""
+    logger = logging.getLogger(core_random.__name__)
     if not any(isinstance(f, _OneGenerator) for f in logger.filters):
         logger.addFilter(_OneGenerator())
 
 
-def _set_generator_state(new_state, device=-1, graph_safe=False):
+def _set_generator_state(_, new_state, device=-1, graph_safe=False):
     torch.default_generator.set_state(new_state)
 
 
-def _splits_on_host(tensor, as_numpy=False, record_stream=False):
+def _splits_on_host(_, tensor, as_numpy=False, record_stream=False):
     """Convert split sizes to numpy.
 
     Core does so only when it moves them off the GPU, but gloo's all-to-all needs it too.
@@ -119,45 +63,35 @@ def _splits_on_host(tensor, as_numpy=False, record_stream=False):
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _uneven_gather(even):
-    """Wrap core's all-gather `even` so that it also gathers parts of unequal size, by an all-to-all.
+def _uneven_gather(even, input_, group, output_split_sizes=None, use_global_buffer=False):
+    """Run core's all-gather `even`, or gather parts of unequal size by an all-to-all.
 
     Gloo's all-gather needs parts of equal size.
     """
-
-    @functools.wraps(even)
-    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
-        if output_split_sizes is None or group.size() == 1:
-            return even(input_, group, output_split_sizes, use_global_buffer)
-        sizes = [int(size) for size in output_split_sizes]
-        output = input_.new_empty((sum(sizes), *input_.shape[1:]))
-        copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
-        dist.all_to_all_single(output, copies, sizes, [input_.shape[0]] * group.size(), group=group)
-        return output
-
-    return gather
+    if output_split_sizes is None or group.size() == 1:
+        return even(input_, group, output_split_sizes, use_global_buffer)
+    sizes = [int(size) for size in output_split_sizes]
+    output = input_.new_empty((sum(sizes), *input_.shape[1:]))
+    copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
+    dist.all_to_all_single(output, copies, sizes, [input_.shape[0]] * group.size(), group=group)
+    return output
 
 
-def _uneven_scatter(even):
-    """Wrap core's reduce-scatter `even` so that it also handles parts of unequal size.
+def _uneven_scatter(even, input_, group, input_split_sizes=None, use_global_buffer=False):
+    """Run core's reduce-scatter `even`, or scatter parts of unequal size.
 
     An all-to-all sends each part to the rank that owns it, and that rank adds up the parts in rank order.
     """
-
-    @functools.wraps(even)
-    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
-        if input_split_sizes is None or group.size() == 1:
-            return even(input_, group, input_split_sizes, use_global_buffer)
-        sizes = [int(size) for size in input_split_sizes]
-        mine = sizes[group.rank()]
-        parts = input_.new_empty((group.size() * mine, *input_.shape[1:]))
-        dist.all_to_all_single(parts, input_.contiguous(), [mine] * group.size(), sizes, group=group)
-        return parts.view(group.size(), mine, *input_.shape[1:]).sum(dim=0)
-
-    return reduce_scatter
+    if input_split_sizes is None or group.size() == 1:
+        return even(input_, group, input_split_sizes, use_global_buffer)
+    sizes = [int(size) for size in input_split_sizes]
+    mine = sizes[group.rank()]
+    parts = input_.new_empty((group.size() * mine, *input_.shape[1:]))
+    dist.all_to_all_single(parts, input_.contiguous(), [mine] * group.size(), sizes, group=group)
+    return parts.view(group.size(), mine, *input_.shape[1:]).sum(dim=0)
 
 
-def _offloaded(self, offload_fraction):
+def _offloaded(_, self, offload_fraction):
     """Divide core's parameter groups between the host and the device, as core does for parameters on a GPU.
 
     Core offloads parameters with ``is_cuda`` only. Here the model's parameters stand for those of a device: the first
@@ -184,3 +118,94 @@ def _offloaded(self, offload_fraction):
         on_host += [host] if host["params"] else []
         on_device += [device] if device["params"] else []
     return on_host, on_device, copies, originals, full
+
+
+_MOE = "megatron.core.transformer.moe."
+PATCHES = (
+    Patch(
+        jit.__name__,
+        "jit_fuser",
+        "core decorates functions with torch.compile, which on CPU takes minutes at the start and saves no time",
+        new=jit.noop_decorator,
+    ),
+    Patch(
+        core_random.__name__,
+        "_set_cuda_rng_state",
+        "the original queues the state until CUDA is initialized, which never happens; the replacement sets the CPU "
+        "generator's state",
+        _set_generator_state,
+        ("(new_state, device=-1, graph_safe=False)",),
+    ),
+    Patch(
+        core_random.__name__,
+        "CudaRNGStatesTracker.fork",
+        "core warns that the CPU generator's state changed, which is expected here because both generators are the "
+        "same",
+        signatures=("(self, name='model-parallel-rng')",),
+    ),
+    Patch(
+        mappings.__name__,
+        "_gather_along_first_dim",
+        "gloo gathers only parts of equal size; unequal parts (MoE with tensor parallelism) are gathered by an "
+        "all-to-all",
+        _uneven_gather,
+        ("(input_, group, output_split_sizes=None, use_global_buffer=False)",),
+    ),
+    Patch(
+        mappings.__name__,
+        "_reduce_scatter_along_first_dim",
+        "gloo scatters only parts of equal size; unequal parts are scattered by an all-to-all and a sum",
+        _uneven_scatter,
+        ("(input_, group, input_split_sizes=None, use_global_buffer=False)",),
+    ),
+    Patch(
+        "megatron.core.transformer.torch_norm",
+        "WrappedTorchNorm.__new__",
+        "core rejects torch's norms with sequence parallelism only because nothing marks their parameters for the "
+        "all-reduce",
+        under_sequence_parallel,
+        NORM_SIGNATURES,
+    ),
+    Patch(
+        f"{_MOE}moe_utils",
+        "maybe_move_tensor_to_cpu",
+        "core converts split sizes to numpy arrays only when it moves them off a GPU, but the all-to-all needs numpy "
+        "arrays here, too",
+        _splits_on_host,
+        ("(tensor, as_numpy=False, record_stream=False)",),
+    ),
+    Patch(
+        f"{_MOE}token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        "the token dispatcher imported the same function under another name",
+        _splits_on_host,
+    ),
+    Patch(
+        f"{_MOE}moe_utils",
+        "te_general_gemm",
+        "core 0.16.1 does not define this name without Transformer Engine, but the router reads it",
+        new=None,
+        added=True,
+    ),
+    Patch(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+        "core offloads only parameters on a GPU; here the model's parameters are divided as these would be",
+        _offloaded,
+        ("(self, offload_fraction)",),
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer_config",
+        "is_te_min_version",
+        "with the precision-aware optimizer, core compares the version of Transformer Engine, which is not there, with "
+        "a number",
+        _there_is_none,
+        ("(version, check_equality=True)",),
+    ),
+    Patch(
+        "megatron.core.distributed.torch_fully_sharded_data_parallel",
+        "DeviceMesh",
+        "core makes the mesh of torch's FSDP2 for CUDA devices",
+        new=_HostMesh,
+    ),
+)

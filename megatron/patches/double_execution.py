@@ -1,160 +1,41 @@
 """Hooks in megatron-core (core) and torch.distributed that drive DMR (dual modular redundancy, SpareTrain).
 
 DMR executes every operator of a training step twice and compares the results, to catch silent data corruption. The
-hooks call a ``Listener``, DMR's engine, at each forward and backward pass of a microbatch, for each function that
-activation checkpointing recomputes, and at communication windows: a window is the time in which this rank waits for
-communication, so that the engine can execute operators a second time without slowing down training. Without an active
-``Listener``, core behaves as before.
+hooks call DMR's ``ft.systems.dmr.runtime.engine.Engine`` at each forward and backward pass of a microbatch, for each
+function that activation checkpointing recomputes, and at communication windows: a window is the time in which this rank
+waits for communication, so that the engine can execute operators a second time without slowing down training. Without
+an active engine, core behaves as before.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron.patches.replace import wrap
+from megatron.patches.manifest import Patch
 from megatron.patches.step_state import bucket_groups
 
-_CORE = "megatron.core."
-_SCHEDULES, _P2P = f"{_CORE}pipeline_parallel.schedules", f"{_CORE}pipeline_parallel.p2p_communication"
-_RANDOM, _PARALLEL = f"{_CORE}tensor_parallel.random", f"{_CORE}distributed.distributed_data_parallel"
-_BUFFER = f"{_CORE}distributed.param_and_grad_buffer"
-_WITH_COLLECTIVES = (f"{_CORE}tensor_parallel.mappings", f"{_CORE}tensor_parallel.layers", _BUFFER)
-
-
-class Listener(Protocol):
-    """The object that the hooks call: ``ft.systems.dmr.runtime.engine.Engine``.
-
-    Attributes:
-        is_active: whether the hooks call it now.
-    """
-
-    is_active: bool
-
-    def follow(self, ways: Sequence[Sequence[int]]) -> None:
-        """Note for each microbatch of this iteration the stages in the order in which it passes them, if not in that of
-        their numbers.
-        """
-
-    def forward_step(
-        self,
-        step: Callable[[], Any],
-        chunk: int,
-        inputs: Any,
-        outputs_of: Callable[[Any], Any],
-        number: int | None = None,
-    ) -> Any:
-        """Run ``step``, core's forward pass of a microbatch on model chunk number ``chunk``, and return its result.
-
-        Args:
-            inputs: the activations that the chunk gets.
-            outputs_of: returns the output activations, given the result of ``step``.
-            number: number of the microbatch; None: the next one of the chunk.
-        """
-
-    def backward_step(self, step: Callable[[], Any], output: Any, gradients: Any) -> Any:
-        """Run ``step``, the backward pass from ``output`` with the output's ``gradients``, and return its result."""
-
-    def recomputed(self, function: Callable) -> Callable:
-        """Return a replacement for ``function``, which activation checkpointing calls in both passes."""
-
-    def window(self, kind: str) -> None:
-        """Begin a window: this rank is about to wait for communication.
-
-        Args:
-            kind: "p2p" between pipeline stages, "dp" the reduction of gradients, "tp" another collective.
-        """
-
-    def waited(self) -> None:
-        """End the window: the communication is complete."""
-
-    def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Begin a window whose duration varies between iterations, as with the all-to-all of MoE layers.
-
-        Args:
-            is_over: returns whether the window has ended.
-        """
-
-    def communicates(
-        self,
-        kind: str,
-        group: Any,
-        outputs: Sequence[Any],
-        source: Any,
-        op: Any = None,
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
-        is_coalesced: bool = False,
-    ) -> Any:
-        """Note a collective that is about to begin.
-
-        Args:
-            kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
-            group: its process group.
-            outputs: the tensors that receive the result.
-            source: the tensor that this rank puts in.
-            op: the operation of a reduction.
-            splits: of an all-to-all: the sizes of the pieces of the output and of ``source``.
-            is_coalesced: whether it begins later, together with others; ``completed`` reports their end.
-
-        Returns:
-            What ``communicated`` is called with when the collective is complete.
-        """
-
-    def communicated(self, begun: Any) -> None:
-        """Note that a collective is complete. ``begun``: the object that ``communicates`` returned when it began."""
-
-    def completed(self, tensors: Sequence[Any]) -> None:
-        """Note that all collectives that write into the memory of ``tensors`` are complete."""
-
-    def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
-        """Execute a graph that ``torch.compile`` has compiled, and return its outputs.
-
-        Args:
-            graph: the compiled graph.
-            run: executes the graph on a list of inputs, and empties the list.
-            inputs: the inputs.
-        """
-
-
-_listener: Listener | None = None
+_listener: Any = None
 _is_waiting = False
 
 
-def listen(listener: Listener | None) -> None:
-    """Make the hooks call ``listener`` from now on; None: the hooks do nothing."""
+def listen(listener: Any) -> None:
+    """Make the hooks call ``listener``, an ``Engine``, from now on; None: the hooks do nothing."""
     global _listener
     _listener = listener
 
 
 def follow(ways: Sequence[Sequence[int]]) -> None:
-    """Announce the routes of the microbatches of an iteration that is about to begin; see :meth:`Listener.follow`."""
+    """Announce the routes of the microbatches of an iteration that is about to begin; see ``Engine.follow``."""
     listener = active()
     if listener is not None:
         listener.follow(ways)
 
 
-def apply() -> None:
-    wrap(_SCHEDULES, "forward_step", _forward_step)
-    wrap(_SCHEDULES, "backward_step", _backward_step)
-    wrap(_P2P, "_batched_p2p_ops", _on_its_way)
-    wrap(_P2P, "_p2p_ops", _on_its_way)
-    wrap(_RANDOM, "CheckpointFunction.forward", _recomputed, static=True)
-    wrap(_RANDOM, "CheckpointWithoutOutput.checkpoint", _recomputed)
-    wrap(_PARALLEL, "DistributedDataParallel.finish_grad_sync", _finish_grad_sync)
-    wrap(_BUFFER, "_ParamAndGradBucketGroup.start_param_sync", _param_sync)
-    wrap(_BUFFER, "_ParamAndGradBucketGroup.finish_param_sync", _param_sync)
-    for module in _WITH_COLLECTIVES:
-        wrap(module, "dist_all_gather_func", _all_gather)
-        wrap(module, "dist_reduce_scatter_func", _reduce_scatter)
-    wrap("torch.distributed", "all_gather", _all_gather_list)
-    wrap("torch.distributed", "all_reduce", _all_reduce)
-    wrap("torch.distributed", "all_to_all_single", _all_to_all_single)
-
-
-def active() -> Listener | None:
+def active() -> Any:
     """Return the listener, if it wants to be called now."""
     return _listener if _listener is not None and _listener.is_active else None
 
@@ -186,12 +67,16 @@ def _on_its_way(run, **kwargs):
 
     The window does not begin when the communication starts, because core may compute between the start and the wait.
     """
-    requests = run(**kwargs)
-    if active() is None:
+    requests, listener = run(**kwargs), active()
+    if listener is None:
         return requests
+
+    def opens() -> None:
+        listener.window("p2p")
+
     if isinstance(requests, dict):
-        return {name: _WindowedRequest(request) for name, request in requests.items()}
-    return [_WindowedRequest(request) for request in requests]
+        return {name: _Awaited(request, opens) for name, request in requests.items()}
+    return [_Awaited(request, opens) for request in requests]
 
 
 def _recomputed(run, context, function, *args):
@@ -266,7 +151,7 @@ def _watched(
     """Run a collective, and report its beginning, its window and its end to the listener.
 
     Args:
-        kind, outputs, source, details: as for ``Listener.communicates``.
+        kind, outputs, source, details: as for ``Engine.communicates``.
         call: starts the collective, asynchronously if its argument ``async_op`` is true, and returns its handle.
         group: the process group; None: of all ranks.
         async_op: whether the caller waits for the end itself.
@@ -282,7 +167,14 @@ def _watched(
     work = call(async_op=True)
     if work is None:  # this rank is not in the group
         return None
-    watched = _ReportingHandle(kind, work, lambda: listener.communicated(begun))
+
+    def opens() -> None:
+        if kind == "all_to_all":
+            listener.dynamic_window(work.is_completed)
+        else:
+            listener.window("tp")
+
+    watched = _Awaited(work, opens, lambda: listener.communicated(begun))
     if async_op:
         return watched
     watched.wait()
@@ -307,44 +199,120 @@ def _window(opens: Callable[[], None]) -> Iterator[None]:
         _is_waiting = False
 
 
-class _WindowedRequest:
-    """A p2p request between pipeline stages. ``wait`` reports a window to the listener."""
+class _Awaited:
+    """The handle of a p2p request or a collective. The first ``wait`` is a window, and then calls ``ended``.
 
-    def __init__(self, request: Any):
-        self._request = request
+    Args:
+        work: torch's handle.
+        opens: tells the listener that a window begins.
+        ended: called once, after the window.
+    """
+
+    def __init__(self, work: Any, opens: Callable[[], None], ended: Callable[[], None] = lambda: None):
+        self._work, self._opens, self._ended = work, opens, ended
 
     def wait(self, *args: Any) -> Any:
-        with _window(lambda: _listener.window("p2p")):
-            return self._request.wait(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
-class _ReportingHandle:
-    """The handle of a collective. ``wait`` reports a window, and calls the function ``ended`` once, after its end."""
-
-    def __init__(self, kind: str, work: dist.Work, ended: Callable[[], None]):
-        self._kind, self._work, self._ended = kind, work, ended
-
-    def wait(self, *args: Any) -> bool:
-        if self._ended is None:
+        if self._opens is None:
             return self._work.wait(*args)
         with _window(self._opens):
             result = self._work.wait(*args)
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended()
+        self._opens = None
+        self._ended()
         return result
-
-    def _opens(self) -> None:
-        if self._kind == "all_to_all":
-            _listener.dynamic_window(self._work.is_completed)
-        else:
-            _listener.window("tp")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
-__all__: Sequence[str] = ("Listener", "active", "apply", "follow", "listen")
+def _compiled(run: Any, graph: Any, inputs: Any) -> Any:
+    listener = active()
+    return run(graph, inputs) if listener is None else listener.compiled(graph, partial(run, graph), inputs)
+
+
+_SENT = "deferred operators are verified while tensors are sent to other stages (D-DMR)"
+_SEGMENT = "the recomputation of a segment is the second execution of its forward (P-DMR)"
+_GATHERED = "DMR checks that all ranks have the same parameters after they were gathered"
+_ALL_GATHER = "DMR checks what an all-gather brings"
+_P2P_SIGNATURES = (
+    "(*, tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
+    "next_pipeline_rank)",
+)
+_CORE = "megatron.core."
+_SCHEDULES, _P2P = f"{_CORE}pipeline_parallel.schedules", f"{_CORE}pipeline_parallel.p2p_communication"
+_RANDOM, _BUFFER = f"{_CORE}tensor_parallel.random", f"{_CORE}distributed.param_and_grad_buffer"
+PATCHES = (
+    Patch(
+        _SCHEDULES,
+        "forward_step",
+        "DMR follows the forward of every microbatch, and computes digests of what a stage receives and sends",
+        _forward_step,
+        (
+            "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+            "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+            "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
+        ),
+    ),
+    Patch(
+        _SCHEDULES,
+        "backward_step",
+        "DMR follows the backward of every microbatch",
+        _backward_step,
+        (
+            "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+            "(input_tensor, output_tensor, output_tensor_grad, config)",
+        ),
+    ),
+    Patch(_P2P, "_batched_p2p_ops", _SENT, _on_its_way, _P2P_SIGNATURES),
+    Patch(_P2P, "_p2p_ops", _SENT, _on_its_way, _P2P_SIGNATURES),
+    Patch(
+        _RANDOM,
+        "CheckpointFunction.forward",
+        _SEGMENT,
+        _recomputed,
+        ("(ctx, run_function, distribute_saved_activations, *args)",),
+    ),
+    Patch(_RANDOM, "CheckpointWithoutOutput.checkpoint", _SEGMENT, _recomputed, ("(self, run_function, *args)",)),
+    Patch(
+        f"{_CORE}distributed.distributed_data_parallel",
+        "DistributedDataParallel.finish_grad_sync",
+        "deferred operators are verified while gradients are reduced (D-DMR)",
+        _finish_grad_sync,
+        ("(self, force_all_reduce=False)",),
+    ),
+    Patch(_BUFFER, "_ParamAndGradBucketGroup.start_param_sync", _GATHERED, _param_sync, ("(self, force_sync=False)",)),
+    Patch(
+        _BUFFER,
+        "_ParamAndGradBucketGroup.finish_param_sync",
+        _GATHERED,
+        _param_sync,
+        ("(self, skip_next_bucket_dispatch=False)",),
+    ),
+    *(
+        Patch(module, name, why, wrapper)
+        for module in (f"{_CORE}tensor_parallel.mappings", f"{_CORE}tensor_parallel.layers", _BUFFER)
+        for name, why, wrapper in (
+            ("dist_all_gather_func", _ALL_GATHER, _all_gather),
+            ("dist_reduce_scatter_func", "DMR checks the sums that a reduce-scatter computes", _reduce_scatter),
+        )
+    ),
+    Patch("torch.distributed", "all_gather", _ALL_GATHER, _all_gather_list),
+    Patch(
+        "torch.distributed",
+        "all_reduce",
+        "DMR checks that all ranks of a group have the same result of an all-reduce, and the right sum",
+        _all_reduce,
+    ),
+    Patch(
+        "torch.distributed",
+        "all_to_all_single",
+        "DMR checks what arrives, and verifies deferred operators meanwhile (D-DMR)",
+        _all_to_all_single,
+    ),
+    Patch(
+        "torch._inductor.output_code",
+        "CompiledFxGraph.__call__",
+        "the kernels of graphs that torch.compile has compiled bypass torch's dispatcher; DMR executes a graph twice",
+        _compiled,
+        ("(self, inputs)",),
+    ),
+)

@@ -5,68 +5,66 @@ which the kernels of these packages bypass. If neither package is installed, cor
 """
 
 import copy
-import functools
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from megatron.patches.replace import replace
+from megatron.core import utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.patches.manifest import Patch
 
-_CORE = "megatron.core."
-_NORM = "megatron.core.transformer.torch_norm"
-
-
-def apply() -> None:
-    for module, values in chosen().items():
-        for symbol, value in values.items():
-            replace(_CORE + module, symbol, value)
-    plain_norm = import_module(_NORM).WrappedTorchNorm.__new__
-    replace(_NORM, "WrappedTorchNorm.__new__", staticmethod(under_sequence_parallel(plain_norm)))
+NORM_SIGNATURES = (
+    "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
+    "normalization='LayerNorm')",
+)
 
 
-def chosen() -> dict[str, dict[str, Any]]:
-    """Return a dict: module below ``megatron.core`` -> name in that module -> the name's replacement."""
-    utils, norm = import_module("megatron.core.utils"), import_module(_NORM).WrappedTorchNorm
-    scale = {"multi_tensor_scale_impl": utils.local_multi_tensor_scale}
-    return {
-        "optimizer": {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
-        "optimizer.distrib_optimizer": {
-            "Adam": torch.optim.Adam,
-            "HAVE_APEX_OR_TE": False,
-            "USING_TE_OPTIMIZER": False,
-            "USING_APEX_OPTIMIZER": False,
-        },
-        "optimizer.optimizer": scale,
-        "optimizer.clip_grads": {
-            "l2_norm_impl": utils.local_multi_tensor_l2_norm,
-            **scale,
-            "multi_tensor_scale_tensor_impl": None,
-        },
-        "transformer.transformer_block": {"LayerNormImpl": norm},
-        "models.backends": {"LNImpl": norm},
-        "models.gpt.gpt_layer_specs": {"LNImpl": norm},
-        "transformer.moe.moe_utils": {"te_general_gemm": None},
-    }
-
-
-def under_sequence_parallel(plain: Callable) -> Callable:
-    """Wrap `plain`, so that under sequence parallelism the norm's parameters are marked for an all-reduce.
+def under_sequence_parallel(plain: Callable, cls: type, config: Any, *args: Any, **given: Any) -> torch.nn.Module:
+    """Return the norm that `plain` makes; under sequence parallelism its parameters are marked for an all-reduce.
 
     Each tensor-parallel rank sees a part of the sequence only, so gradients have to be summed over these ranks. Apex's
     norm does the same.
     """
+    if not config.sequence_parallel:
+        return plain(cls, config, *args, **given)
+    unsplit = copy.copy(config)
+    unsplit.sequence_parallel = False
+    norm = plain(cls, unsplit, *args, **given)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
 
-    @functools.wraps(plain)
-    def new(cls, config, *args, **kwargs):
-        if not config.sequence_parallel:
-            return plain(cls, config, *args, **kwargs)
-        unsplit = copy.copy(config)
-        unsplit.sequence_parallel = False
-        norm = plain(cls, unsplit, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
 
-    return new
+_WHY = (
+    "core uses the kernels of Transformer Engine or Apex where installed, which DMR cannot intercept; with DMR, "
+    "torch's kernels are used"
+)
+_OPTIONAL = ("multi_tensor_scale_tensor_impl", "te_general_gemm")
+_SCALE = {"multi_tensor_scale_impl": utils.local_multi_tensor_scale}
+PATCHES = (
+    *(
+        Patch(f"megatron.core.{module}", symbol, _WHY, new=new, added=symbol in _OPTIONAL)
+        for module, symbols in {
+            "optimizer": {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+            "optimizer.distrib_optimizer": {
+                "Adam": torch.optim.Adam,
+                "HAVE_APEX_OR_TE": False,
+                "USING_TE_OPTIMIZER": False,
+                "USING_APEX_OPTIMIZER": False,
+            },
+            "optimizer.optimizer": _SCALE,
+            "optimizer.clip_grads": {
+                "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+                **_SCALE,
+                "multi_tensor_scale_tensor_impl": None,
+            },
+            "transformer.transformer_block": {"LayerNormImpl": WrappedTorchNorm},
+            "models.backends": {"LNImpl": WrappedTorchNorm},
+            "models.gpt.gpt_layer_specs": {"LNImpl": WrappedTorchNorm},
+            "transformer.moe.moe_utils": {"te_general_gemm": None},
+        }.items()
+        for symbol, new in symbols.items()
+    ),
+    Patch(WrappedTorchNorm.__module__, "WrappedTorchNorm.__new__", _WHY, under_sequence_parallel, NORM_SIGNATURES),
+)

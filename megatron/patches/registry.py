@@ -1,19 +1,33 @@
 """Selects the patches that this process needs, checks that all of them fit megatron-core and torch, and applies them.
 
 The check compares the symbols of the imported modules, and the signatures of the functions among them, with the
-manifest. Megatron-core is called "core" here.
+records of the patches. Megatron-core is called "core" here.
 """
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ft.base.errors import UserError
 from megatron.patches import platform, replace
-from megatron.patches.manifest import ALWAYS, EVERY_FUNCTION, MANIFEST, ON_CPU, SUPPORTED_CORE, Patch
+from megatron.patches.manifest import (
+    ALWAYS,
+    EVERY_FUNCTION,
+    MODULES,
+    ON_CPU,
+    STAYS,
+    SUPPORTED_CORE,
+    SUPPORTED_TORCH,
+    Patch,
+)
 
 FITS, MISSING, CHANGED, NOT_CHECKED = "fits", "missing", "changed", "not checked"
 
@@ -40,40 +54,77 @@ class Finding:
         return self.status in (FITS, NOT_CHECKED)
 
 
-def due(platform_name: str, features: frozenset[str] = frozenset()) -> list[Patch]:
-    """Return the manifest's entries for a platform ("cuda" or "cpu") and the given features."""
+def due(platform_name: str, features: Collection[str] = ()) -> list[Patch]:
+    """Return the patches for a platform ("cuda" or "cpu") and the given features.
+
+    Raises:
+        UserError: core is not installed, or lacks what the modules of the patches import.
+    """
+    if find_spec("megatron.core") is None:
+        fix = "pip install megatron-core==0.19.2 (0.16.1 for Python 3.11)"
+        raise UserError("megatron-core is not installed", fix)
+    if platform().name == "cpu":  # before any module that imports core
+        import_core()
     wanted = {ALWAYS, *features} | ({ON_CPU} if platform_name == "cpu" else set())
-    return [patch for patch in MANIFEST if patch.when in wanted]
+    files = [(when, file) for when, files in MODULES.items() if when in wanted for file in files]
+    try:
+        modules = {file: import_module(f"megatron.patches.{file}") for _, file in files}
+    except (ImportError, AttributeError) as error:
+        problem = f"megatron-core {core_version()} lacks what megatron/patches imports: {error}"
+        raise UserError(problem, f"install a supported version ({SUPPORTED_CORE})") from error
+    return [with_fields(patch, file=file, when=when) for when, file in files for patch in modules[file].PATCHES]
+
+
+def everything() -> list[Patch]:
+    """Return the patches for all platforms and features."""
+    return due("cpu", MODULES)
+
+
+@cache
+def import_core() -> None:
+    """Import `megatron.core` with its `torch.compile` decorators off: compiling takes minutes and gains nothing."""
+    if "megatron.core" in sys.modules:
+        from megatron.core import jit
+
+        if jit.jit_fuser is not jit.noop_decorator:
+            torch.compiler.set_stance("force_eager")
+    else:
+        compile_ = torch.compile
+        torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)
+        try:
+            from megatron.core import jit
+        finally:
+            torch.compile = compile_
 
 
 def apply(patches: list[Patch]) -> list[Patch]:
-    """Apply those of ``patches``, entries of the manifest, that this process has not applied yet; return ``patches``.
+    """Apply those of ``patches``, as :func:`due` returns them, that this process has not applied yet; return all.
 
     Raises:
-        UserError: a patch does not fit (see :func:`refusal`), or core is not installed; none has been applied.
+        UserError: a patch does not fit (see :func:`refusal`); none has been applied.
     """
     new = [patch for patch in patches if patch not in _in_force]
     for finding in check(new):
         if not finding.fits:
             raise refusal(finding)
+    put(new)
     for file in dict.fromkeys(patch.file for patch in new):
-        import_module(f"megatron.patches.{file}").apply()
+        getattr(import_module(f"megatron.patches.{file}"), "apply", lambda: None)()
     _in_force.extend(new)
     return patches
 
 
-def check(patches: Sequence[Patch]) -> list[Finding]:
-    """Return one finding per patch, in order. Imports the modules of the patches; nothing is replaced.
+def put(patches: Iterable[Patch]) -> None:
+    """Replace the symbols of ``patches``, unless they were replaced before, without a check."""
+    for patch in patches:
+        if patch.wrapper is not None:
+            replace.wrap(patch.module, patch.symbol, patch.wrapper)
+        elif patch.new is not STAYS:
+            replace.replace(patch.module, patch.symbol, patch.new)
 
-    Raises:
-        UserError: a patch is one of core, and core is not installed.
-    """
-    if any(patch.kind == "core" for patch in patches):
-        if find_spec("megatron.core") is None:
-            fix = "pip install megatron-core==0.19.2 (0.16.1 for Python 3.11)"
-            raise UserError("megatron-core is not installed", fix)
-        if platform().name == "cpu":
-            import_module("megatron.patches.cpu").import_core()
+
+def check(patches: Sequence[Patch]) -> list[Finding]:
+    """Return one finding per patch, in order. Imports the modules of the patches; nothing is replaced."""
     return [_check(patch) for patch in patches]
 
 
@@ -82,11 +133,12 @@ def refusal(finding: Finding) -> UserError:
     patch = finding.patch
     expected = " or ".join(patch.signatures) or "a name of that module"
     found = finding.found or ("no such symbol" if finding.status == MISSING else "a name, not a function")
-    installed = f"megatron-core {core_version()}" if patch.kind == "core" else "the installed torch"
+    is_of_core = patch.package == "megatron"
+    installed = f"megatron-core {core_version()}" if is_of_core else "the installed torch"
     return UserError(
         f"{patch.module}: {patch.symbol} is not what megatron/patches/{patch.file}.py replaces: expected {expected}, "
         f"found {found} in {installed}",
-        f"install a supported version ({SUPPORTED_CORE}; this patch was checked on {', '.join(patch.checked_on)})",
+        f"install a supported version ({SUPPORTED_CORE if is_of_core else SUPPORTED_TORCH})",
     )
 
 
@@ -112,7 +164,7 @@ def signature_of(function: Any) -> str | None:
 
 
 def _check(patch: Patch) -> Finding:
-    if patch.kind == "te":
+    if patch.package == "transformer_engine":
         return Finding(patch, NOT_CHECKED)
     found = _find(patch)
     if found is _ABSENT:

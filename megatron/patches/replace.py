@@ -1,6 +1,7 @@
 """Replaces symbols in loaded modules, and records every replaced symbol."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,27 +14,32 @@ def replace(module: str, symbol: str, new: Any) -> None:
     So applying a patch twice has no effect. The original is kept (see :func:`original`); the original of a symbol that
     did not exist is ``None``.
     """
+    owner, name = _place(module, symbol)
     key = f"{module}.{symbol}"
-    if key in _originals:
-        return
+    if key not in _originals:
+        _originals[key] = getattr(owner, name, None)
+        setattr(owner, name, new)
+
+
+def wrap(module: str, symbol: str, wrapper: Callable[..., Any]) -> None:
+    """Replace the function `symbol` of `module` by one that calls ``wrapper(original, *args, **kwargs)``."""
+    owner, name = _place(module, symbol)
+    plain = getattr(owner, name, None)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(plain, *args, **kwargs)
+
+    is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
+    replace(module, symbol, staticmethod(wrapped) if is_static else wrapped)
+
+
+def _place(module: str, symbol: str) -> tuple[Any, str]:
+    """Return the module or class that has the symbol, and the symbol's name in it."""
     owner: Any = importlib.import_module(module)
     *path, name = symbol.split(".")
     for part in path:
         owner = getattr(owner, part)
-    _originals[key] = getattr(owner, name, None)
-    setattr(owner, name, new)
-
-
-def wrap(module: str, symbol: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
-    """Replace the function `symbol` of `module` by one that calls ``wrapper(original, *args, **kwargs)``.
-
-    `static`: whether `symbol` is a static method.
-    """
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(_originals[f"{module}.{symbol}"], *args, **kwargs)
-
-    replace(module, symbol, staticmethod(wrapped) if static else wrapped)
+    return owner, name
 
 
 def original(name: str) -> Any:

@@ -3,47 +3,23 @@
 An FT-HSDP replica is a full copy of the model whose ranks form a world of their own. A bucket group is megatron-core's
 unit of gradient reduction. Core calls ``start_grad_sync`` when a bucket group's gradients are complete, and
 ``finish_grad_sync`` when they are needed. Both still reduce the gradients inside the replica, and then call an
-``Exchange``, which reduces them between replicas. Bucket groups without an ``Exchange`` behave as before.
+``ft.systems.hsdp.exchange.Exchange``, which reduces them between replicas. Bucket groups without one behave as before.
 """
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from megatron.core.distributed import param_and_grad_buffer as core
-from megatron.patches.replace import wrap
+from megatron.patches.manifest import Patch
 from megatron.patches.step_state import bucket_groups
 
-_MODULE, _CLASS = "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup"
 _ATTRIBUTE = "exchange_with_replicas"
 
 
-class Exchange(Protocol):
-    """The object that all-reduces gradients with the other replicas."""
-
-    def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
-        """Start to exchange a bucket group's gradients.
-
-        Args:
-            group: the bucket group.
-            parts: the gradients that this rank exchanges; the result is written into them.
-            reduced: waits for the reduction inside the replica, after which ``parts`` can be exchanged. It blocks,
-                or, for gradients on a device, makes the current stream of the thread that calls it wait. Any thread
-                may call it, any number of times. None: the reduction is complete.
-        """
-
-    def finished(self, group: Any) -> None:
-        """Note that core is about to use the gradients of the bucket group ``group``."""
-
-
-def apply() -> None:
-    wrap(_MODULE, f"{_CLASS}.start_grad_sync", _start_grad_sync)
-    wrap(_MODULE, f"{_CLASS}.finish_grad_sync", _finish_grad_sync)
-
-
-def exchange_through(chunks: Iterable, exchange: Exchange) -> None:
+def exchange_through(chunks: Iterable, exchange: Any) -> None:
     """Exchange the gradients of all bucket groups of ``chunks`` (DistributedDataParallel) from now on."""
     for group in groups_of(chunks):
         setattr(group, _ATTRIBUTE, exchange)
@@ -133,3 +109,22 @@ def _parts(group, whole: bool) -> list[torch.Tensor]:
         return [bucket.grad_data for bucket in group.buckets]
     ranks, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
     return [core.shard_buffer(bucket.grad_data, ranks)[rank] for bucket in group.buckets]
+
+
+_SIGNATURES = ("(self, force_all_reduce=False)",)
+PATCHES = (
+    Patch(
+        core.__name__,
+        "_ParamAndGradBucketGroup.start_grad_sync",
+        "gradients that are reduced inside a replica are then exchanged with the other replicas (FT-HSDP)",
+        _start_grad_sync,
+        _SIGNATURES,
+    ),
+    Patch(
+        core.__name__,
+        "_ParamAndGradBucketGroup.finish_grad_sync",
+        "core waits for the gradients of the other replicas before it uses the gradients (FT-HSDP)",
+        _finish_grad_sync,
+        _SIGNATURES,
+    ),
+)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.optimizer import clip_grads
-from megatron.patches.replace import wrap
+from megatron.patches.manifest import Patch
 
 Listener = Callable[[torch.Tensor | None, dist.ProcessGroup | None], None]
 """Function that is called with two arguments: the 2-norm of this rank's gradients (tensor of one element; None if the
@@ -22,12 +22,6 @@ rank has no gradients), and the process group that core summed over."""
 
 _listener: Listener | None = None
 _own_norm: torch.Tensor | None = None
-
-
-def apply() -> None:
-    """Replace core's two functions."""
-    wrap("megatron.core.optimizer.clip_grads", "multi_tensor_applier", _apply_to_many)
-    wrap("megatron.core.optimizer.optimizer", "get_grad_norm_fp32", _get_grad_norm)
 
 
 def listen(listener: Listener | None) -> None:
@@ -57,3 +51,21 @@ def _get_grad_norm(run, grads_for_norm, norm_type=2, grad_stats_parallel_group=N
         _listener(_own_norm, grad_stats_parallel_group)
     _own_norm = None
     return total
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.optimizer.clip_grads",
+        "multi_tensor_applier",
+        "CheckFree records this rank's part of a gradient norm, because it weights the neighbours of a lost stage by "
+        "their norms",
+        _apply_to_many,
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer",
+        "get_grad_norm_fp32",
+        "after core computes the global gradient norm, CheckFree sums the norms of the pipeline stages from the same "
+        "parts",
+        _get_grad_norm,
+    ),
+)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
-from megatron.patches.replace import replace
+from megatron.patches.manifest import Patch
 
 _DCP, _SHARDS = "torch.distributed.checkpoint", "torch.distributed._shard.sharded_tensor.metadata"
 _CORE, _RECIPE = "megatron.core.dist_checkpointing.strategies.torch", "transformer_engine.common.recipe"
@@ -104,23 +104,20 @@ def reason(error: BaseException) -> str:
 
 
 def apply() -> None:
-    """Have torch read ``.metadata`` and the objects of sharded checkpoints without executing code.
+    """Have ``torch.load`` accept what checkpoints of Megatron-LM contain.
 
-    Have it also accept members of enumerations that Python 3.11.0 to 3.11.3 has pickled. These releases (Debian 12 has
-    3.11.2) pickle a member as a call of ``getattr``, and a signal by its name in the module ``signal``, neither of
-    which ``torch.load`` accepts by default. Megatron-LM stores such members in the ``args`` of its checkpoints, and
-    cannot load them there itself. ``getattr`` is accepted of enumerations and of nothing else. And have it accept the
-    classes of torch's optimizers that core stores in the parameter groups of --optimizer-cpu-offload.
+    Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles a member of an enumeration as a call of ``getattr``, and a
+    signal by its name in the module ``signal``, neither of which ``torch.load`` accepts by default. Megatron-LM stores
+    such members in the ``args`` of its checkpoints, and cannot load them there itself. ``getattr`` is accepted of
+    enumerations and of nothing else. Core stores classes of torch's optimizers in the parameter groups of
+    --optimizer-cpu-offload.
     """
     signals = [(each, f"signal.{each.name}") for each in signal.Signals]
     offloaded = [torch.optim.AdamW, torch.optim.SGD]
     torch.serialization.add_safe_globals([(_member, "builtins.getattr"), *signals, *offloaded])
-    restricted = SimpleNamespace(**{**vars(pickle), "load": read_metadata})
-    replace("torch.distributed.checkpoint.filesystem", "pickle", restricted)
-    replace("torch.distributed.checkpoint.default_planner", "DefaultLoadPlanner.load_bytes", _load_bytes)
 
 
-def _load_bytes(self, read_item, value):
+def _load_bytes(_, self, read_item, value):
     name = read_item.dest_index.fqn
     loaded = torch.load(value, weights_only=True)
     if self.flatten_state_dict:
@@ -138,3 +135,20 @@ def _member(kind: Any, name: str) -> Enum:
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"getattr of {kind!r} in a checkpoint, which is allowed of enumerations only")
     return kind[name]
+
+
+PATCHES = (
+    Patch(
+        "torch.distributed.checkpoint.filesystem",
+        "pickle",
+        "torch unpickles the file .metadata of a sharded checkpoint without restriction: it could execute code",
+        new=SimpleNamespace(**{**vars(pickle), "load": read_metadata}),
+    ),
+    Patch(
+        "torch.distributed.checkpoint.default_planner",
+        "DefaultLoadPlanner.load_bytes",
+        "torch unpickles the objects in a sharded checkpoint without restriction",
+        _load_bytes,
+        ("(self, read_item, value)",),
+    ),
+)

@@ -12,56 +12,27 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.patches.replace import wrap
+from megatron.patches.manifest import Patch
 
-_MODULE, _NAME = "megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"
-
-
-class Ends(Protocol):
-    """What this stage has of embedding and output layer.
-
-    Attributes:
-        embeds: whether it has the embedding.
-        heads: whether it has the output layer.
-        holds_copy: whether its embedding or output layer is the copy of another stage's.
-    """
-
-    embeds: bool
-    heads: bool
-    holds_copy: bool
-
-    def built(self, model: torch.nn.Module) -> None:
-        """Handle a new model of core. All ranks call it."""
-
-
-_make: Callable[[], Ends] | None = None
-_ends: Ends | None = None
+_make: Callable[[], Any] | None = None
+_ends: Any = None
 _place: tuple[bool, bool] | None = None
 _run: Callable[..., Any] | None = None
 _plainly: Callable[[Callable[[], Any]], Any] | None = None
 
 
-def apply() -> None:
-    """Replace what :func:`build_with` and :func:`use` change; without them, the replacements do what core does."""
-    groups = "megatron.core.parallel_state"
-    wrap(_MODULE, _NAME, _forward_backward)
-    wrap(groups, "initialize_model_parallel", _initialize)
-    wrap(groups, "is_pipeline_first_stage", partial(_answer, 0))
-    wrap(groups, "is_pipeline_last_stage", partial(_answer, 1))
-    wrap("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", _build)
-
-
-def build_with(make: Callable[[], Ends]) -> None:
+def build_with(make: Callable[[], Any]) -> None:
     """Build the model with embedding and output layer on two stages each.
 
     Args:
-        make: called on all ranks when core's process groups exist.
+        make: called on all ranks when core's process groups exist; returns
+            ``ft.systems.checkfree.plus.ends.ReplicatedEnds``.
     """
     global _make
     _make = make
@@ -146,3 +117,42 @@ def _groups() -> ProcessGroupCollection:
     found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return found
+
+
+_ASKED = ("(ignore_virtual=True, vp_stage=None)",)
+PATCHES = (
+    Patch(
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_pipelining_without_interleaving",
+        "half of the microbatches pass the first two and the last two stages in swapped order (CheckFree+)",
+        _forward_backward,
+        (
+            "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+            "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+            "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        ),
+    ),
+    Patch(
+        parallel_state.__name__,
+        "initialize_model_parallel",
+        "the first two and the last two stages share the embedding's weight, if it is tied (CheckFree+)",
+        _initialize,
+    ),
+    Patch(
+        "megatron.core.models.gpt.gpt_model",
+        "GPTModel.__init__",
+        "the first two stages have the embedding, and the last two the output layer (CheckFree+)",
+        _build,
+    ),
+    *(
+        Patch(
+            parallel_state.__name__,
+            f"is_pipeline_{end}_stage",
+            f"another stage is the {end} one for half of the microbatches (CheckFree+)",
+            partial(_answer, number),
+            _ASKED,
+        )
+        for number, end in enumerate(("first", "last"))
+    ),
+)
+"""Without :func:`build_with` and :func:`use`, the wrappers do what core does."""

@@ -19,18 +19,11 @@ from typing import Any
 import torch
 
 from ft.state.snapshot import optimizers
-from megatron.patches.replace import wrap
+from megatron.patches.manifest import Patch
 
-_MODULE, _CLASS = "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"
 _TENSORS = "param_state"
 _LOADERS = {"dp_zero_gather_scatter": "dp_zero", "fully_sharded_model_space": "fs_model_space"}
 """Names of forms of a stored state that differ from the ends of the names of the methods that load them."""
-
-
-def apply() -> None:
-    """Replace the two methods of core's distributed optimizer that read and set its inner optimizer's state."""
-    wrap(_MODULE, f"{_CLASS}.state_dict", _state_dict)
-    wrap(_MODULE, f"{_CLASS}.load_state_dict", _load_state_dict)
 
 
 def _state_dict(run: Callable, self: Any) -> dict:
@@ -54,3 +47,23 @@ def _load_state_dict(run: Callable, self: Any, state_dict: dict) -> None:
         step = float(group.pop("step"))
         for parameter in group["params"]:
             inner.state[parameter]["step"] = torch.tensor(step)
+
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+_BECAUSE = "because torch counts steps per parameter, and Apex and Transformer Engine per group"
+PATCHES = (
+    Patch(
+        _MODULE,
+        "DistributedOptimizer.state_dict",
+        f"core fails to resume with torch's Adam before its first step, {_BECAUSE}",
+        _state_dict,
+        ("(self)",),
+    ),
+    Patch(
+        _MODULE,
+        "DistributedOptimizer.load_state_dict",
+        f"core gives all parameters of torch's Adam one step count in common, {_BECAUSE}",
+        _load_state_dict,
+        ("(self, state_dict)",),
+    ),
+)

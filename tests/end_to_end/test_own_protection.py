@@ -22,8 +22,8 @@ def losses_without(flags: str, skipped: set[int]) -> dict[int, float]:
     patches.apply()
     from megatron.ft_trainer.arguments import check, parse
     from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.loop import train_step
     from megatron.ft_trainer.pretrain import assemble
-    from megatron.ft_trainer.step import train_step
     from megatron.ft_trainer.trainer import JobTrainer
 
     options = parse(flags.replace("--ft-hot-swap", ""))

@@ -63,11 +63,12 @@ class Run:
         from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
         from megatron.ft_trainer.checkpointing.content import TrainState
 
-        self.shape, self.seed, self.sizes = shape, seed, MODEL | (model or {})
+        self.shape, self.sizes = shape, MODEL | (model or {})
         given = arguments.parse(f"{shape.flags(self.sizes)} --seed {seed}")
         layout = arguments.check(given, dist.get_world_size(), has_te=False)
         initialize.init_model_parallel(given.core, layout)
-        initialize.seed_everything(given)
+        self.reseed = lambda step=0: initialize.seed_everything(given, step)
+        self.reseed()
         padded = -(-self.sizes["vocab_size"] // (16 * shape.tp)) * 16 * shape.tp
         trainee = models.build(given, layout, padded)
         self.chunks, self.optimizer, self.scheduler = trainee.chunks, trainee.optimizer, trainee.scheduler
@@ -106,7 +107,7 @@ class Run:
         return self.checkpointer.save(self.state, self.chunks, self.optimizer, self.scheduler)
 
     def load(self):
-        return self.checkpointer.load(self.state, self.chunks, self.optimizer, self.scheduler, self.seed)
+        return self.checkpointer.load(self.state, self.chunks, self.optimizer, self.scheduler, self.reseed)
 
     def digest(self) -> str:
         """A hash of all that must survive: weights, optimizer, schedule, generators, counters."""
@@ -146,7 +147,7 @@ class Run:
 
     def _pass(self, samples: list[tuple[int, int]], *, forward_only: bool) -> list[float]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.ft_trainer.step import make_forward_step
+        from megatron.ft_trainer.loop import make_forward_step
 
         data = [iter([_sample(*s, self.sizes["vocab_size"]) for s in samples]) for _ in self.chunks]
         interleaved = len(self.chunks) > 1

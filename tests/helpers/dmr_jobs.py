@@ -88,7 +88,7 @@ class Again:
     def step(self) -> SimpleNamespace:
         """Return ``loss``, ``grad_norm``, and ``state``: a digest of parameters, optimizer, generators, schedule and
         buffers."""
-        from megatron.ft_trainer.step import train_step
+        from megatron.ft_trainer.loop import train_step
 
         self._undo.begin()
         self._undo.wait()

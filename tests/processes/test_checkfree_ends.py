@@ -18,7 +18,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
 
     from ft.job.messages import Repair
     from ft.job.parts import Neighbours
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     job, doubles = assemble(flags)
     kept, seen = Keeper(job, doubles), []

@@ -12,7 +12,7 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
     import torch
 
     from ft.systems.checkfree.plus import ends
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
     from megatron.patches import instances, step_state
     from megatron.patches.step_state import bucket_groups
 

@@ -43,7 +43,7 @@ def plant(job) -> None:
 
 
 def gradients(job) -> tuple[dict, list]:
-    from megatron.ft_trainer.step import _zero_gradients, run_schedule
+    from megatron.ft_trainer.loop import _zero_gradients, run_schedule
 
     _zero_gradients(job)
     reported = run_schedule(job, job.train_loaders, job.options.training.global_batch_size, forward_only=False)
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 def a_few_steps(flags: str) -> list:
     """After every step the bits of what this rank has twice or as a copy; before the last one its moments are fresh."""
     from ft.systems.checkfree.plus import ends
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     job, doubles = assemble(flags)
     found = []

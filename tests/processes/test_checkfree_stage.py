@@ -19,7 +19,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     from ft.job.messages import Repair
     from ft.job.parts import Neighbours
     from megatron.core import parallel_state
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     job, _ = assemble(flags)
     kept = Keeper(job)

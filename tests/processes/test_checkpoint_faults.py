@@ -8,7 +8,14 @@ from pathlib import Path
 from checkpoint_gpt import Run, Shape
 from test_checkpoint_load import _load_each
 
-from megatron.ft_trainer.checkpointing.inventory import newest_complete, problems, read_manifest, scan
+from megatron.ft_trainer.checkpointing.inventory import (
+    MANIFEST,
+    TRACKER,
+    newest_complete,
+    problems,
+    read_manifest,
+    scan,
+)
 
 
 def _die() -> None:
@@ -41,14 +48,16 @@ def _die_at(point: str) -> None:
         filesystem._write_item = half
     elif point == "before-metadata":
         filesystem.FileSystemWriter.finish = dying(filesystem.FileSystemWriter.finish, before=True)
-    elif point == "before-manifest":
-        commit.write_text = dying(commit.write_text, before=True)
+    elif point in ("before-manifest", "before-tracker"):
+        file = {"before-manifest": MANIFEST, "before-tracker": TRACKER}[point]
+        replace = commit.files.replace
+        commit.files.replace = lambda path, *args, **kwargs: (
+            _die() if path.name == file else replace(path, *args, **kwargs)
+        )
     elif point == "before-rename":
         commit.move_folder = dying(commit.move_folder, before=True)
     elif point == "after-rename":
         commit.move_folder = dying(commit.move_folder, before=False)
-    elif point == "before-tracker":
-        commit.replace_text = dying(commit.replace_text, before=True)
     elif point == "while-retiring":
         commit.shutil.rmtree = dying(commit.shutil.rmtree, before=True)
 
@@ -190,7 +199,7 @@ def _save_in_turn(folder: str, arrived: str, go: str) -> str | None:
         Path(arrived).touch()
         while not os.path.exists(go):
             time.sleep(0.01)
-        whole(*args)
+        return whole(*args)
 
     commit.commit = in_turn
     run = Run(Shape(), save=folder)

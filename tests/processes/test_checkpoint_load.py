@@ -211,7 +211,7 @@ def _as_nobody(cases: list[dict]) -> list[str]:
         for options in cases:
             try:
                 checkpointer = Checkpointer(CheckpointOptions(**options), layout={}, run_info={})
-                checkpointer.load(run.state, run.chunks, run.optimizer, run.scheduler, run.seed)
+                checkpointer.load(run.state, run.chunks, run.optimizer, run.scheduler, run.reseed)
             except UserError as error:
                 said.append(str(error))
     finally:

@@ -16,7 +16,7 @@ from ft.systems.hsdp.ring.flow import Reducer
 from ft.systems.hsdp.ring.staging import when_queued
 from ft.systems.spare.ledger import GradientStore
 from megatron.core.distributed import param_and_grad_buffer as core
-from megatron.patches import replace, replicas
+from megatron.patches import registry, replace, replicas
 
 OVERLAPPED, INSTANCES = {"overlap": True, "instances": 1}, {"overlap": True, "instances": 2}
 
@@ -88,7 +88,7 @@ def patched(monkeypatch):
     for name in ("start_grad_sync", "finish_grad_sync"):
         monkeypatch.setattr(core._ParamAndGradBucketGroup, name, getattr(core._ParamAndGradBucketGroup, name))
     monkeypatch.setattr(replace, "_originals", {})
-    replicas.apply()
+    registry.put(replicas.PATCHES)
     return monkeypatch
 
 

@@ -107,7 +107,7 @@ def wrong_results(flags: str, kind: str, bits: tuple, hit_ranks: tuple) -> dict:
     """Two steps, again and again, with a flip in another call each time, on ``hit_ranks``."""
     import torch.distributed as dist
 
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     library = Library(kind)
     job = _swapped(flags) if "--ft-checkfree-plus" in flags else dmr_jobs.assemble(flags)

@@ -143,9 +143,9 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
     from megatron.ft_trainer import model
     from megatron.ft_trainer.arguments import check, parse
     from megatron.ft_trainer.checkpointing.content import TrainState
+    from megatron.ft_trainer.data.loader import make_loaders
     from megatron.ft_trainer.data.tokenizer import build_tokenizer, padded_vocab_size
     from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
-    from megatron.ft_trainer.loaders import make_loaders
 
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)

@@ -16,15 +16,13 @@ from megatron.patches.manifest import (
     ALWAYS,
     ELSEWHERE,
     EVERY_FUNCTION,
-    MANIFEST,
     ON_CPU,
     ONCE_PER_PROCESS,
     SUPPORTED_CORE,
 )
-from megatron.patches.registry import CHANGED, FITS, MISSING, NOT_CHECKED, check, core_version, refusal
+from megatron.patches.registry import CHANGED, FITS, MISSING, NOT_CHECKED, check, core_version, everything, refusal
 from megatron.patches.replace import replaced
 
-CORE_PATCHES = [patch for patch in MANIFEST if patch.kind == "core"]
 MAPPINGS, RANDOM = "megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.random"
 
 
@@ -33,15 +31,15 @@ MAPPINGS, RANDOM = "megatron.core.tensor_parallel.mappings", "megatron.core.tens
 
 @pytest.mark.newest
 def test_the_installed_core_fits():
-    findings = check([*MANIFEST, *ELSEWHERE])
+    findings = check([*everything(), *ELSEWHERE])
     assert [finding for finding in findings if not finding.fits] == []
-    assert {finding.patch.kind for finding in findings if finding.status == NOT_CHECKED} == {"te"}
+    assert {each.patch.package for each in findings if each.status == NOT_CHECKED} == {"transformer_engine"}
 
 
 def test_every_entry_is_complete_and_named_once():
-    assert len({(patch.name, patch.when) for patch in MANIFEST}) == len(MANIFEST)
-    for patch in MANIFEST:
-        assert patch.why and patch.checked_on and patch.kind in ("core", "torch")
+    assert len({(patch.name, patch.when) for patch in everything()}) == len(everything())
+    for patch in everything():
+        assert patch.why and patch.package in ("megatron", "torch")
         assert (Path(registry.__file__).parent / f"{patch.file}.py").is_file()
 
 
@@ -55,9 +53,9 @@ from ft.state.groups import torch_hook
 from ft.systems.dmr.runtime import functions
 from megatron import patches
 from megatron.patches import registry
-from megatron.patches.manifest import ALWAYS, MANIFEST, ON_CPU
+from megatron.patches.manifest import ALWAYS, MODULES, ON_CPU
 
-registry.check(MANIFEST)  # imports the modules
+registry.check(registry.everything())  # imports the modules
 
 def everything():
     found = {}
@@ -77,7 +75,7 @@ functions.watch(SimpleNamespace(flags=[]), functions.functions_of_core(SimpleNam
 with preload.without_cuda():
     print_changes("elsewhere", before, after := everything())
 before = everything()
-patches.apply(*{patch.when for patch in MANIFEST} - {ALWAYS, ON_CPU})
+patches.apply(*set(MODULES) - {ALWAYS, ON_CPU})
 print_changes("patches", before, everything())
 """
 
@@ -92,7 +90,7 @@ def test_all_that_is_replaced_in_torch_and_core_is_in_the_manifest():
     assert "torch.distributed.distributed_c10d._new_process_group_helper" in found
     assert any(name.startswith(of_core) for name in found) and "torch.cuda.current_device" in found
     assert [name for name in found if name not in listed and not name.startswith(of_core)] == []
-    listed = tuple(patch.name for patch in MANIFEST)
+    listed = tuple(patch.name for patch in everything())
     inside = tuple(f"{name}." for name in listed)  # of a class that is replaced as a whole
     found = set(changed["patches"]) - {"torch._weights_only_unpickler._marked_safe_globals_set"}  # torch's public list
     schedules = "megatron.core.pipeline_parallel.schedules"
@@ -118,18 +116,18 @@ def test_a_changed_core_is_refused_and_named(monkeypatch, module, symbol, new, s
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, new)
-    before = replaced()
-    misfit = next(finding for finding in check(CORE_PATCHES) if not finding.fits)
+    before, of_core = replaced(), [patch for patch in everything() if patch.package == "megatron"]
+    misfit = next(finding for finding in check(of_core) if not finding.fits)
     assert (misfit.patch.symbol, misfit.status) == (symbol, status)
     with pytest.raises(UserError) as refused:
-        registry.apply([with_fields(patch, why="not applied yet") for patch in CORE_PATCHES])
+        registry.apply([with_fields(patch, why="not applied yet") for patch in of_core])
     for part in (module, symbol, found, core_version(), SUPPORTED_CORE, misfit.patch.signatures[0]):
         assert part in str(refused.value)
     assert replaced() == before
 
 
 def test_a_symbol_that_core_lacks_may_be_added_but_not_replaced(monkeypatch):
-    added = next(patch for patch in MANIFEST if patch.symbol == "te_general_gemm")
+    added = next(patch for patch in everything() if patch.symbol == "te_general_gemm")
     monkeypatch.delitem(replace._originals, added.name, raising=False)
     monkeypatch.delattr(import_module(added.module), "te_general_gemm", raising=False)
     assert check([added])[0].status == FITS
@@ -162,7 +160,7 @@ def test_the_command_prints_a_table_and_succeeds(capsys):
     assert patches_command([]) == 0
     table = capsys.readouterr().out
     assert f"megatron-core {core_version()}" in table
-    for name in (*(patch.name for patch in MANIFEST), *ONCE_PER_PROCESS):
+    for name in (*(patch.name for patch in everything()), *ONCE_PER_PROCESS):
         assert name in table
     assert max(map(len, table.splitlines())) <= 160
 
@@ -196,7 +194,7 @@ def test_a_machine_with_cuda_gets_nothing_of_the_cpu_platform():
     assert choose_platform(False) == Platform("cpu", "gloo")
     assert not any(patch.when == ON_CPU or patch.file.startswith("cpu") for patch in registry.due("cuda"))
     assert {patch.when for patch in registry.due("cpu")} <= {ALWAYS, ON_CPU}
-    assert registry.due("cpu") == [patch for patch in MANIFEST if patch.when in (ALWAYS, ON_CPU)]
+    assert registry.due("cpu") == [patch for patch in everything() if patch.when in (ALWAYS, ON_CPU)]
 
 
 class Pickled:

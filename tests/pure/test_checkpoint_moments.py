@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.ft_trainer.checkpointing.optimizer_state import has_moments, without_moments
+from megatron.ft_trainer.checkpointing.content import has_moments, without_moments
 
 MODEL = ["decoder.layers.mlp.linear_fc1.weight", "optimizer.state.fp32_param.decoder.final_layernorm.weight"]
 

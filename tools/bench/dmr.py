@@ -170,7 +170,7 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
     """Return side -> seconds of each measured step."""
     import torch.distributed as dist
 
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     times = {name: [] for name in sides}
     for number in range(arguments.rounds + WARM_UP):
@@ -188,7 +188,7 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
 
 def times_of_answer(job, side, rounds: int) -> dict:
     """Return the times of the agreement at the end of a step and of a rollback, in milliseconds."""
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     take_side(job, side)
     verifier, verdicts, rollbacks = side[0].layers[0], Spent(), []
@@ -207,7 +207,7 @@ def times_of_answer(job, side, rounds: int) -> dict:
 def second_executions(job, side, rounds: int) -> list[float]:
     """Return the seconds of each step in which operators are executed for the second time."""
     from ft.systems.dmr.runtime import mode
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     take_side(job, side)
     names = ("execute_again", "check_in_place", "expected")
@@ -280,7 +280,7 @@ def peaks(job, sides: dict) -> dict[str, int]:
     """Return side -> the most bytes in use during a step: lasting tensors, and allocations beyond these."""
     from ft.systems.dmr.profile.recorder import Storages
     from ft.systems.dmr.profile.session import lasting
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     found = {}
     for name, side in sides.items():

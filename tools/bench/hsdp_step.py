@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 class GlooExchange:
     """Exchange of gradients with the other replicas as in ordinary data parallelism, through gloo.
 
-    See :class:`megatron.patches.replicas.Exchange`.
+    See :class:`ft.systems.hsdp.exchange.Exchange`.
     """
 
     def __init__(self, group, replicas: int, groups: int):
@@ -129,7 +129,7 @@ class Side:
         replicas.exchange_through(self._job.trainee.chunks, self._exchange)
 
     def block(self, steps: int) -> None:
-        from megatron.ft_trainer.step import train_step
+        from megatron.ft_trainer.loop import train_step
 
         for _ in range(steps):
             train_step(self._job)

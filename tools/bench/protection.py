@@ -37,7 +37,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megatron.ft_trainer.logging.runlog import count_parameters
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     session, job, stack = in_ranks.protected_job(flags_of(arguments), arguments.ranks)
     (guard,) = stack.layers

@@ -64,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -> dict:
     """Run pairs of blocks, the first ones to warm up. ``times``: name -> [wall, CPU] seconds of a step, by block."""
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     for number in range(arguments.blocks + WARM_UP):
         for name in ("spare", "plain") if number % 2 else ("plain", "spare"):

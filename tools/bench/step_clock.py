@@ -38,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from ft.base.step_clock import CLOCK
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     flags = (
         f"--hidden-size {arguments.hidden_size} --num-layers {arguments.layers} --train-iters 100000 "

@@ -181,7 +181,7 @@ def train(given: argparse.Namespace, case: Case, job) -> dict:
     import dmr_jobs
     import torch.distributed as dist
 
-    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.loop import train_step
 
     protection = dmr_jobs.protection(job, way_of(job, case))
     alarms: list[str] = []

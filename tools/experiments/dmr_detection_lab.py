@@ -132,7 +132,7 @@ class Lab:
         """Return (whether any rank has found a mismatch, what this rank has found, error, resulting state)."""
         import torch.distributed as dist
 
-        from megatron.ft_trainer.step import _update
+        from megatron.ft_trainer.loop import _update
 
         self.falsifier, error, loss = falsifier, None, None
         self._again._undo.begin()

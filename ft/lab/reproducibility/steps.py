@@ -25,9 +25,9 @@ from megatron.ft_trainer.arguments.topics import (
 )
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
 from megatron.ft_trainer.initialize import destroy, init_model_parallel
+from megatron.ft_trainer.loop import train_step
 from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.pretrain import assemble
-from megatron.ft_trainer.step import train_step
 
 STEPS = 2
 """Steps to train: in the second one, gradients and optimizer states are not zero."""

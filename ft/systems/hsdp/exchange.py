@@ -172,10 +172,14 @@ class Exchange:
     def started(self, group: Any, parts: list[torch.Tensor], reduced: Callable[[], None] | None) -> None:
         """Exchange the gradients of a bucket group in place, as soon as all groups before it in the order have begun.
 
-        Implements :class:`megatron.patches.replicas.Exchange`.
+        Called by :mod:`megatron.patches.replicas`.
 
         Args:
-            reduced: waits until ``parts`` are reduced inside this replica, see there; None: they are reduced already.
+            group: the bucket group.
+            parts: the gradients that this rank exchanges; the result is written into them.
+            reduced: waits for the reduction inside the replica, after which ``parts`` can be exchanged. It blocks, or,
+                for gradients on a device, makes the current stream of the thread that calls it wait. Any thread may
+                call it, any number of times. None: the reduction is complete.
         """
         place = self._order[id(group)]
         if self.work is not None:

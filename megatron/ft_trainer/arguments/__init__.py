@@ -24,7 +24,6 @@ from ft.protection.flags import FaultToleranceOptions
 from megatron.ft_trainer.arguments.check import check, examine
 from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.arguments.layout import Layout, layout
-from megatron.ft_trainer.arguments.needs import may_have_gpu, may_have_te
 from megatron.ft_trainer.arguments.topics import (
     CheckpointOptions,
     DataOptions,
@@ -45,8 +44,6 @@ __all__ = [
     "explain",
     "help_text",
     "layout",
-    "may_have_gpu",
-    "may_have_te",
     "parse",
     "read",
     "refusals",

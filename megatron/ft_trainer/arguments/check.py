@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ft.base.errors import Problem, UserError
 from ft.protection.table import problems as problems_of_protections
 from megatron.ft_trainer.arguments.layout import Layout, expanded, layout
-from megatron.ft_trainer.arguments.needs import GPU, TE, is_installed, needs, unmet
+from megatron.ft_trainer.arguments.needs import GPU, TE, is_here, needs, unmet
 
 REQUIRED = {
     "core": ("num_layers", "hidden_size", "num_attention_heads"),
@@ -79,7 +79,7 @@ def examine(
     wanted = needs(options, grid)
     if not assumes_machine:
         found += _check_transport(options, grid, has_gpu=here[GPU])
-        found += unmet(wanted, lambda name: here[name] if name in here else is_installed(name))
+        found += unmet(wanted, lambda name: here[name] if name in here else is_here(name))
     return grid, found
 
 

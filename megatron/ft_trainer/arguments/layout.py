@@ -49,17 +49,12 @@ def _virtual_stages(options: CoreOptions, num_layers: int) -> int | None:
     """Return the number of model chunks per rank; None if that is one."""
     chunks = options.num_virtual_stages_per_pipeline_rank
     if options.pipeline_model_parallel_layout:
-        chunks = stages_of(options.pipeline_model_parallel_layout) // options.pipeline_model_parallel_size
+        chunks = len(expanded(options.pipeline_model_parallel_layout)) // options.pipeline_model_parallel_size
     if options.num_layers_per_virtual_pipeline_stage:
         extra = options.account_for_embedding_in_pipeline_split + options.account_for_loss_in_pipeline_split
         slots = num_layers + extra
         chunks = slots // options.pipeline_model_parallel_size // options.num_layers_per_virtual_pipeline_stage
     return chunks if chunks and chunks > 1 else None
-
-
-def stages_of(text: str) -> int:
-    """Return the number of stages, over all model chunks, of a --pipeline-model-parallel-layout."""
-    return len(expanded(text))
 
 
 def expanded(text: str) -> list[str]:

@@ -92,21 +92,12 @@ def unmet(found: list[Need], has: Callable[[str], bool]) -> list[Problem]:
 
 def is_here(requirement: str) -> bool:
     """Return whether this machine seems to have a required package or GPU, without importing torch."""
-    if requirement in (GPU, TE):
-        return may_have_gpu() if requirement == GPU else may_have_te()
-    return is_installed(requirement)
-
-
-def is_installed(package: str) -> bool:
-    """Return whether a package that a flag can require is installed."""
-    return importlib.util.find_spec(package.replace("-", "_")) is not None
+    if requirement == GPU:
+        return may_have_gpu()
+    found = importlib.util.find_spec(requirement.replace("-", "_")) is not None
+    return found and (requirement != TE or may_have_gpu())
 
 
 def may_have_gpu() -> bool:
     """Return whether this machine may have a GPU. The check does not import torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-
-
-def may_have_te() -> bool:
-    """Return whether Transformer Engine is installed on a machine that may have a GPU, without importing torch."""
-    return may_have_gpu() and importlib.util.find_spec("transformer_engine") is not None

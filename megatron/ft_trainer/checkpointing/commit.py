@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.platform import election, shared_state
@@ -30,45 +31,40 @@ def explain(error: OSError, path: Path) -> str:
     return text
 
 
-def check_writable(folder: Path) -> None:
-    """Create the folder if necessary, and check that files can be created in it.
+def take(folder: Path, environment: Mapping[str, str]) -> None:
+    """Create the folder if necessary, check that files can be created in it, and record that this run saves into it.
+
+    The record says which ``ft run`` this worker belongs to; outside ``ft run`` there is none.
 
     Raises:
-        UserError: ``folder`` is a file, or permissions or the file system forbid writing.
+        UserError: ``folder`` is a file, permissions or the file system forbid writing, or another run that is under
+            way saves into it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
+        run = environment.get("FT_HSDP_RUN_DIR") or environment.get("FT_RUN_DIR")
+        if run is not None:
+            _occupy(folder, run)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(f"--save {folder}: a file is where the folder should be", "give another folder") from error
     except OSError as error:
         raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
 
 
-def occupy(folder: Path, environment: Mapping[str, str]) -> None:
-    """Record in the folder that the ``ft run`` of this worker saves into it; outside ``ft run`` do nothing.
-
-    Raises:
-        UserError: another run that is under way saves into it, or the file system does not take the record.
-    """
-    run = environment.get("FT_HSDP_RUN_DIR") or environment.get("FT_RUN_DIR")
-    if run is None:
-        return
+def _occupy(folder: Path, run: str) -> None:
     path, mine = folder / inventory.HOLDER, election.holder(os.getppid(), Path(run))
-    try:
-        shared_state.Folder(folder).create(inventory.HOLDER, mine.encode())
-        other = election.read_holder(path)
-        if other is not None and _is_same(other.run, run):
-            return
-        if other is not None and election.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
-            raise UserError(
-                f"--save {folder} is in use by the run {other.run} ({other})", "give another --save, or end that run"
-            )
-        election.write_holder(path, mine)
-    except OSError as error:
-        raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
+    shared_state.Folder(folder).create(inventory.HOLDER, mine.encode())
+    other = election.read_holder(path)
+    if other is not None and _is_same(other.run, run):
+        return
+    if other is not None and election.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
+        raise UserError(
+            f"--save {folder} is in use by the run {other.run} ({other})", "give another --save, or end that run"
+        )
+    election.write_holder(path, mine)
 
 
 def _is_same(folder: str, other: str) -> bool:
@@ -77,45 +73,59 @@ def _is_same(folder: str, other: str) -> bool:
     return folder == other
 
 
-def prepare(folder: Path, step: int) -> tuple[Path, int]:
-    """Remove the remains of interrupted saves and removals; return (the folder to write into, serial number).
+def prepare(folder: Path, step: int) -> tuple[str, int, str | None]:
+    """Remove the remains of interrupted saves and removals, and make the folder to write the next one into.
 
     Workers that a recovery has replaced may still be writing an earlier save. The folder of that save is removed here,
     so that it cannot be committed or mixed with the new one. What they prevent from being removed, a later save
     removes.
 
-    Raises:
-        OSError: the folder cannot be written.
+    Returns:
+        the new folder's name, the serial number of the checkpoint, and None, or why there is no such folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in os.listdir(folder):
-        if inventory.is_leftover(name):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    partial = folder / inventory.partial_name(step)
-    partial.mkdir()
-    return partial, inventory.next_serial(scan(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in os.listdir(folder):
+            if inventory.is_leftover(name):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        partial = inventory.partial_name(step)
+        (folder / partial).mkdir()
+        return partial, inventory.next_serial(scan(folder)), None
+    except OSError as error:
+        return "", 0, f"rank 0: {explain(error, folder)}"
 
 
-def commit(partial: Path, manifest: Manifest) -> None:
+def commit(
+    partial: Path, manifest: Manifest, keep_last: int | None, distrusted: Collection[str]
+) -> tuple[str | None, list[str]]:
     """Turn the partial folder, whose files are on disk, into a checkpoint by renaming it last.
 
-    Until then no existing checkpoint is affected.
+    Until then no existing checkpoint is affected. Then write the newest checkpoint's step into the tracker file, which
+    Megatron's tools need, and the loader here does not, and remove checkpoints that are not to be kept.
 
-    Raises:
-        OSError: a disk operation failed; the partial folder still exists.
+    Args:
+        partial: the folder; it is removed if it cannot become a checkpoint.
+        manifest: its manifest.
+        keep_last, distrusted: as for :func:`inventory.to_remove`.
+
+    Returns:
+        why there is no checkpoint, or None; the errors that do not harm it.
     """
-    write_text(partial / inventory.MANIFEST, manifest.to_json())
-    fsync_folder(partial)
-    target = partial.with_name(inventory.checkpoint_name(manifest.step))
-    aside = partial.with_name(inventory.replaced_name(partial.name))
-    move_folder(partial, target, aside)
-
-
-def track(folder: Path, step: int) -> None:
-    """Write the newest checkpoint's step into the tracker file, which Megatron's tools need, and the loader here does
-    not.
-    """
-    replace_text(folder / inventory.TRACKER, f"{step}\n")
+    folder = partial.parent
+    try:
+        files.replace(partial / inventory.MANIFEST, manifest.to_json(), durable=True)
+        fsync_folder(partial)
+        target = folder / inventory.checkpoint_name(manifest.step)
+        move_folder(partial, target, folder / inventory.replaced_name(partial.name))
+    except OSError as error:
+        discard(partial)
+        return explain(error, partial), []
+    try:
+        files.replace(folder / inventory.TRACKER, f"{manifest.step}\n", durable=True)
+        fsync_folder(folder)
+        return None, retire(folder, keep_last, distrusted)
+    except OSError as error:
+        return None, [explain(error, folder)]
 
 
 def discard(partial: Path) -> None:
@@ -136,7 +146,7 @@ def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> 
         try:
             remove_folder(folder / entry.name, folder / inventory.removed_name(entry.name))
         except OSError as error:
-            failures.append(explain(error, folder / entry.name))
+            failures.append(f"could not remove {explain(error, folder / entry.name)}")
     return failures
 
 
@@ -151,22 +161,6 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``path`` and wait for the disk. This is not atomic: use it in folders that have no readers yet."""
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` by ``text``, atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_text(temporary, text)
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
 
 
 def move_folder(source: Path, target: Path, aside: Path) -> None:

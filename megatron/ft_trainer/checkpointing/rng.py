@@ -1,6 +1,5 @@
 """Saves and restores a rank's random number generators: those of Python, numpy, torch, the device and megatron-core."""
 
-import hashlib
 import random
 
 import numpy
@@ -65,13 +64,3 @@ def restore(loaded: list[dict]) -> None:
             for name, state in states["rng_tracker_states"].items()
         }
     )
-
-
-def reseed(seed: int, step: int) -> None:
-    """Seed the generators from ``seed``, ``step`` and the stage, if the saved states belong to another layout."""
-    mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
-    own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(own)
-    numpy.random.seed(own % 2**32)
-    torch.manual_seed(own)
-    core_random.model_parallel_cuda_manual_seed(own)

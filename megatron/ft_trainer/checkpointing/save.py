@@ -127,7 +127,7 @@ def save(
         strategy.apply_saving_parallelization(sharded)
     # of which this rank has the main replica
     shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
-    name, serial, error = from_rank_0(lambda: _prepare(folder, manifest.step), group)
+    name, serial, error = from_rank_0(lambda: commit.prepare(folder, manifest.step), group)
     if error is not None:
         return Outcome(manifest.step, folder, error)
     partial, by_key = folder / name, {}
@@ -143,38 +143,9 @@ def save(
     written = share(msgspec.to_builtins(writer.records), group)
     files = {name: record for records in msgspec.convert(written, list[Files]) for name, record in records.items()}
     manifest = msgspec.structs.replace(manifest, serial=serial, files=files)
-    error, notes = from_rank_0(lambda: _commit(partial, manifest, keep_last, distrusted), group)
+    error, notes = from_rank_0(lambda: commit.commit(partial, manifest, keep_last, distrusted), group)
     size = sum(record.bytes for record in files.values())
     return Outcome(manifest.step, folder, error, size, time.monotonic() - started, tuple(notes))
-
-
-def _prepare(folder: Path, step: int) -> tuple[str, int, str | None]:
-    """Make the folder to write into, on rank 0. Return (its name, serial number of the checkpoint, error)."""
-    try:
-        partial, serial = commit.prepare(folder, step)
-    except OSError as failure:
-        return "", 0, f"rank 0: {explain(failure, folder)}"
-    return partial.name, serial, None
-
-
-def _commit(
-    partial: Path, manifest: Manifest, keep_last: int | None, distrusted: Collection[str]
-) -> tuple[str | None, list[str]]:
-    """Commit the checkpoint, write the tracker file and remove old ones, on rank 0.
-
-    Return (why there is no checkpoint, errors that do not harm it).
-    """
-    try:
-        commit.commit(partial, manifest)
-    except OSError as failure:
-        commit.discard(partial)
-        return explain(failure, partial), []
-    try:
-        commit.track(partial.parent, manifest.step)
-        failures = commit.retire(partial.parent, keep_last, distrusted)
-    except OSError as failure:
-        return None, [explain(failure, partial.parent)]
-    return None, [f"could not remove {failure}" for failure in failures]
 
 
 def _first_error(failure: CheckpointException) -> str:

@@ -22,9 +22,12 @@ from megatron.ft_trainer.model import params_dtype, uses_te
 
 @dataclass
 class StepReport:
-    """The logged values of one step, under their names in the metrics file; None for values that were not requested.
+    """The outcome of one training step, under the names in the metrics file; None for values that were not requested.
 
-    ``of_protections`` has the figures of the run's protections, by name.
+    Attributes:
+        loss: mean over the step's tokens; NaN on all but the last pipeline stage.
+        applied: whether the parameters were updated; the metrics file has the reverse, as ``skipped``.
+        of_protections: figures of the run's protections, by name.
     """
 
     step: int
@@ -33,11 +36,11 @@ class StepReport:
     lr: float
     consumed_samples: int
     global_batch_size: int
-    step_time_s: float
-    tokens_per_s: float
-    loss_scale: float
-    skipped: bool
-    num_zeros: int | None = None
+    applied: bool
+    num_zeros: int | None
+    step_time_s: float = 0.0
+    tokens_per_s: float = 0.0
+    loss_scale: float = 1.0
     validation_loss: float | None = None
     of_protections: dict[str, float] = field(default_factory=dict)
 
@@ -82,11 +85,12 @@ class RunLog(AbstractContextManager):
         if self._options is None:
             return
         if self._metrics is not None:
-            values = {**asdict(report), **report.of_protections, "of_protections": None}
+            values = {**asdict(report), **report.of_protections, "skipped": not report.applied}
+            values["of_protections"] = values["applied"] = None
             figures = {name: value for name, value in values.items() if value is not None}
             self._metrics.write({**figures, "wall": round(time.time(), 3)})
         self._since_line.append(report)
-        self._skipped += report.skipped
+        self._skipped += not report.applied
         if report.step % self._options.log_interval == 0 or report.step == self._last_step:
             self.line(iteration_line(self._since_line, self._last_step, self._skipped))
         if report.step % self._options.log_interval == 0:

@@ -93,7 +93,7 @@ tensor."""
 
 
 class ReplicatedEnds:
-    """The embedding and head of one rank, originals or copies (:class:`megatron.patches.swapped_pipeline.Ends`).
+    """The embedding and head of one rank, originals or copies (for :mod:`megatron.patches.swapped_pipeline`).
 
     The constructor is collective over all ranks, because it creates process groups.
 
@@ -118,14 +118,17 @@ class ReplicatedEnds:
 
     @property
     def embeds(self) -> bool:
+        """Return whether this stage has the embedding."""
         return self.stage < 2
 
     @property
     def heads(self) -> bool:
+        """Return whether this stage has the output layer."""
         return self.stage >= self.stages - 2
 
     @property
     def holds_copy(self) -> bool:
+        """Return whether its embedding or output layer is the copy of another stage's."""
         return self.stage in (1, self.stages - 2)
 
     def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

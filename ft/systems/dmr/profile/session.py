@@ -42,25 +42,25 @@ class ProfilingEngine(Engine):
         self._recorder = recorder
 
     def window(self, kind: str) -> None:
-        """Begin to record a wait, see ``megatron.patches.double_execution.Listener``."""
+        """Begin to record a wait, see ``Engine``."""
         if self.is_active:
             self._recorder.waits(kind)
 
     def waited(self) -> None:
-        """End the recording of a wait, see ``Listener``."""
+        """End the recording of a wait, see ``Engine``."""
         if self.is_active:
             self._recorder.waited()
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
-        """Begin to record a wait whose duration differs in every iteration, see ``Listener``."""
+        """Begin to record a wait whose duration differs in every iteration, see ``Engine``."""
         if self.is_active:
             self._recorder.waits(EP, dynamic=True)
 
     def communicates(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
+        """Do nothing: a profile does not need the results of collectives. See ``Engine``."""
 
     def completed(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
+        """Do nothing: a profile does not need the results of collectives. See ``Engine``."""
 
 
 WARM_UP, TIMED = 2, 5

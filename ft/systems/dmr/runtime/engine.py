@@ -58,8 +58,7 @@ def name_of(graph: Any) -> str:
 
 
 class Engine:
-    """The DMR engine of one rank. The hooks in megatron-core call it (it is the ``Listener`` of
-    ``megatron.patches.double_execution``), and it calls the other parts of DMR.
+    """The DMR engine of one rank. ``megatron.patches.double_execution`` calls it, and it calls the other parts of DMR.
 
     Args:
         messages: digests of the activations and gradients that cross pipeline stages; None: they are not compared.
@@ -204,7 +203,9 @@ class Engine:
             tensor.register_hook(enter)
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
-        """Note for each microbatch of this iteration the stages in the order in which it passes them."""
+        """Note for each microbatch of this iteration the stages in the order in which it passes them, if not in that of
+        their numbers.
+        """
         if self._messages is not None:
             self._messages.follow(ways)
 
@@ -285,7 +286,20 @@ class Engine:
         splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
         is_coalesced: bool = False,
     ) -> Begun | None:
-        """Note a collective that is about to begin, see ``megatron.patches.double_execution.Listener``."""
+        """Note a collective that is about to begin.
+
+        Args:
+            kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
+            group: its process group.
+            outputs: the tensors that receive the result.
+            source: the tensor that this rank puts in.
+            op: the operation of a reduction.
+            splits: of an all-to-all: the sizes of the pieces of the output and of ``source``.
+            is_coalesced: whether it begins later, together with others; ``completed`` reports their end.
+
+        Returns:
+            what ``communicated`` is called with when the collective is complete.
+        """
         if not self.is_active or source.device.type != self.findings.device.type or dist.get_rank(group) < 0:
             return None
         with self.unwatched():
@@ -308,7 +322,8 @@ class Engine:
     def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
         """Execute a compiled graph (``torch._inductor.output_code.CompiledFxGraph``), and verify what it computes.
 
-        The arguments are those of ``double_execution.Listener.compiled``.
+        Args:
+            run: executes the graph on a list of inputs, and empties the list.
         """
         if self._opaque is None:
             return run(inputs)

@@ -16,7 +16,7 @@ from megatron.ft_trainer.arguments import Options, check
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.checkpointing import inventory
-from megatron.ft_trainer.checkpointing.load import types_checked
+from megatron.ft_trainer.checkpointing.checkpointer import types_checked
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, read_sidecar
 from megatron.ft_trainer.initialize import init_model_parallel, init_process_group, seed_everything
 from megatron.ft_trainer.launcher import Launch
