@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from control_world import LIMITS, World
@@ -20,18 +21,24 @@ from histories import START
 from quorum_world import World as Quorums
 
 from ft import cli
+from ft.base.errors import UserError
 from ft.base.step_clock import COMPUTE
 from ft.faults.health import rules
 from ft.job import messages as m
 from ft.job.control.sidecar import status_values
 from ft.job.control.stragglers import WINDOW
 from ft.job.parts import Holdings
-from ft.net.codec import to_json
+from ft.job.quorum import NoQuorum, Report
+from ft.job.quorum.decide import missing
+from ft.job.quorum.server import parse_options
+from ft.net.codec import BadMessage, from_json, to_json
 from ft.platform.health import EVENT, Observation, Reading
 
 # Words are separated by blanks, except inside of JSON's quotes, lists and objects.
 _WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|\S)+')
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+# Before Python 3.12, argparse quotes the values that can be chosen.
+_CHOICES = re.compile(r"\(choose from .*\)")
 ROOT = Path(__file__).parents[1] / "pure" / "conversations"
 
 
@@ -62,6 +69,9 @@ class Player:
     def do(self, command: str) -> Iterator[str]:
         """Carry out ``name word ... key=value ...``; words and values are JSON, and text where they are not.
 
+        A player's ``line_<command>(text)`` is given all that follows the name as it stands. An error of the input is
+        shown as the user sees it.
+
         ``ft ...`` is the command of that name, ``file NAME TEXT`` adds a line to a file in the folder, and
         ``repeat 9 ...`` carries out a command for {I} = 0 to 8.
         """
@@ -77,11 +87,26 @@ class Player:
             with path.open("a") as file:
                 file.write(text.replace("RUN", str(self.folder)) + "\n")
             return []
+        try:
+            lines = self._carry_out(command)
+        except UserError as error:
+            lines = str(error).replace(str(self.folder), "RUN").splitlines()
+        return [_CHOICES.sub(lambda found: found[0].replace("'", ""), line) for line in lines]
+
+    def _carry_out(self, command: str) -> Iterator[str]:
         name, *words = _WORDS.findall(command)
+        method = name.replace("-", "_")
+        if raw := getattr(self, f"line_{method}", None):
+            return raw(command.partition(" ")[2])
         named = [_NAMED.fullmatch(word) for word in words]
         values = {match[1]: _value(match[2]) for match in named if match}
         given = [_value(word) for word, match in zip(words, named, strict=True) if not match]
-        return getattr(self, f"do_{name.replace('-', '_')}")(*given, **values)
+        return list(getattr(self, f"do_{method}")(*given, **values))
+
+    def do_binary(self, name):
+        """A file that is no text."""
+        (self.folder / name).write_bytes(b"\xff\xfe\x00")
+        return []
 
     def ft(self, words: list[str]) -> list[str]:
         """Return what a command of ``ft`` prints, and its exit code if that is not 0; JSON as a line for each entry."""
@@ -106,6 +131,19 @@ def _filled(value):
     if isinstance(value, list):
         return [_filled(each) for each in value]
     return round(value, 6) if isinstance(value, float) else value
+
+
+def changed(value) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each field of a dataclass that has not its default value."""
+    for field in fields(value):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if getattr(value, field.name) != default:
+            yield field.name, getattr(value, field.name)
+
+
+def shown(value) -> str:
+    """Return ``name=value ...`` for the fields of a dataclass that have not their default value."""
+    return " ".join(f"{name}={each}" for name, each in changed(value))
 
 
 def _value(text: str):
@@ -149,21 +187,19 @@ class Recorded(World):
 def _told(order, lines: list[str]) -> str:
     """Return an order as one line, without fields that have their default value and sentences that stand above it."""
     said = []
-    for field in fields(order):
-        value = getattr(order, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if value == default or (field.name in ("reason", "why", "message") and _on_a_line(value) in "".join(lines)):
+    for name, value in changed(order):
+        if name in ("reason", "why", "message") and _on_a_line(value) in "".join(lines):
             continue
-        if field.name == "seats":
+        if name == "seats":
             if isinstance(order, m.Look):
                 continue
             value = " ".join(f"{rank}={seat.worker}/{seat.local_rank}" for rank, seat in value.items())
-        elif field.name == "sources":
+        elif name == "sources":
             pairs = ((rank, one.owned, one.replicated) for rank, one in value.items())
             value = " ".join(f"{rank}<-{owned}" + f"+{other}" * (other != owned) for rank, owned, other in pairs)
-        elif field.name == "rebuilt":
+        elif name == "rebuilt":
             value = " ".join(f"{rank}<-{one.previous}|{one.following}" for rank, one in value.items())
-        said.append(f"{field.name}=[{value}]" if isinstance(value, str) else f"{field.name}={value}")
+        said.append(f"{name}=[{value}]" if isinstance(value, str) else f"{name}={value}")
     return _on_a_line(" ".join([type(order).__name__, *said]))
 
 
@@ -430,8 +466,34 @@ class Quorum(Player):
     def do_hello(self, replica, life=0, knows=None, **how):
         """A replica connects; ``knows``: number of its last quorum, by default the last that it was given."""
         last = self.quorums[knows] if knows is not None else self.world.given.get((replica, life))
-        self.world.hello(replica, life, last=last, **how)
+        try:
+            self.world.hello(replica, life, last=last, **how)
+        except NoQuorum as error:
+            return [f"refused: {error}"]
         return self._said(self.world.decide())
+
+    def do_missing(self):
+        """Show whom a quorum waits for."""
+        return [f"replica {replica} {why}" for replica, why in missing(self.world.state, self.world.now).items()]
+
+    def do_replica(self, number):
+        """Show where the server has a replica, and for how long it is left out."""
+        one = self.world.state.of(number)
+        return [f"{one.phase}, ban of {one.ban.length_s:.1f} s"]
+
+    def do_unanswered(self):
+        return [f"unanswered: {self.world.state.pending()}"]
+
+    def line_message(self, text):
+        """Show what is read of a report, as it comes from the network."""
+        try:
+            return [str(from_json(Report, json.loads(text)))]
+        except BadMessage as error:
+            return [f"refused: {error}"]
+
+    def line_options(self, text):
+        """Show the options of a server that is started with these."""
+        return [shown(parse_options(text).options)]
 
     def do_report(self, replica, next_step=0, lineage=-1, **how):
         return self._said(self.world.report(replica, next_step, lineage, **how))

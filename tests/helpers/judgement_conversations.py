@@ -1,14 +1,20 @@
-"""Conversations about judgements: the first cause of a crash, the health of a node, and planned faults."""
+"""Conversations about judgements: failures and where ranks go, causes of crashes, health of nodes, planned faults."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from conversations import Player
 from planted_crashes import TEXTS
 
-from ft.base.errors import UserError
 from ft.faults import Fault, parse, read_scenario, schedule, verdict
 from ft.faults.first_cause import CrashError, Frame, Group, Raised, class_of_exception, first_cause
 from ft.faults.health import informed, rules
+from ft.job.control import history, liveness, repairs
+from ft.job.control.liveness import WorkerView
+from ft.job.control.membership import place_ranks
+from ft.job.control.state import Agent
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import AgentJoined, Beat
+from ft.job.parts import Holdings
 from ft.platform.health import EVENT, Observation, Reading
 from ft.platform.health.kernel_log import parse as parse_line
 from ft.record import crash
@@ -73,11 +79,9 @@ _ALIASES = {"0000:3b:00.0": "gpu1", "0000:08:00.0": "mlx5_0"}
 class Health(Player):
     """What a node observes, and what follows from that."""
 
-    def do(self, command):
-        """Show the observation that a line of the kernel log is, for ``line TEXT``, beside the usual commands."""
-        if not command.startswith("line "):
-            return super().do(command)
-        found = parse_line(f"[ 1234.500000] {command.removeprefix('line ')}", "n0", 5e9, 1e9, _ALIASES)
+    def line_line(self, text):
+        """Show the observation that a line of the kernel log is."""
+        found = parse_line(f"[ 1234.500000] {text}", "n0", 5e9, 1e9, _ALIASES)
         return ["no event" if found is None else f"{found.name} | {found.device or '-'} | {found.value:g}"]
 
     def do_before(self, *observed, when=100.0):
@@ -125,21 +129,13 @@ class Health(Player):
 class Faults(Player):
     """What is asked for with --inject and --scenario, on eight ranks and three nodes."""
 
-    def do(self, command):
-        """Show the faults that ``plan SPEC`` and ``scenario FILE`` lead to, beside the usual commands."""
-        name, _, text = command.partition(" ")
-        try:
-            if name == "plan":
-                return self._told(schedule(parse(text), 8, ["n0", "n1", "n2"], 0))
-            if name == "scenario":
-                found = read_scenario(self.folder / text)
-                return [
-                    f"seed {found.seed}",
-                    *self._told(schedule(found.specs, 8, ["n0", "n1", "n2"], found.seed or 0)),
-                ]
-        except UserError as error:
-            return str(error).replace(str(self.folder), "RUN").splitlines()
-        return super().do(command)
+    def line_plan(self, text):
+        return self._told(schedule(parse(text), 8, ["n0", "n1", "n2"], 0))
+
+    def do_scenario(self, name):
+        found = read_scenario(self.folder / name)
+        planned = schedule(found.specs, 8, ["n0", "n1", "n2"], found.seed or 0)
+        return [f"seed {found.seed}", *self._told(planned)]
 
     def _told(self, faults: list[Fault]) -> list[str]:
         usual = asdict(Fault(0, ""))
@@ -148,4 +144,98 @@ class Faults(Player):
         return [f"{fault}: {values}" for fault, values in zip(faults, said, strict=True)]
 
 
-PLAYERS = {"cause": Errors, "health": Health, "faults": Faults}
+class Judgements(Player):
+    """The parts of the control plane's judgement, each by itself."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.past, self.views, self.held = [], {}, {}
+
+    def do_error(self, message, *kinds):
+        """Show the verdict on an exception of these classes, its own first."""
+        return [_judged(verdict.of_error(kinds, str(message)))]
+
+    def do_exit(self, *codes):
+        return [_judged(verdict.of_exit(code)) for code in codes]
+
+    def do_silence(self, seconds, state):
+        return [verdict.of_silence(seconds, state).reason]
+
+    def do_weigh(self, at, rank, step, message, *kinds, kept=True):
+        """Show the verdict on an exception after those before, and record it unless it is not ``kept``."""
+        found = verdict.of_error(kinds, message)
+        weighed = history.weigh(self.past, at, rank, step, found)
+        if kept:
+            history.record(self.past, at, rank, step, weighed)
+        return [f"{weighed.action}: {weighed.reason}"]
+
+    def do_timeouts(self, step_s=None, **changes):
+        """Show the timeouts that follow from these, and from the time of a step."""
+        found = replace(Timeouts(), **changes).check().calibrated(step_s)
+        return [f"stall_s={found.stall_s:g} drain_s={found.drain_s:g} beat_s={found.beat_s:g}"]
+
+    def do_views(self):
+        """Nothing is known of any worker."""
+        self.views = {}
+        return []
+
+    def do_view(self, worker, doing="compute", since_s=0.0, step_s=0.1, beat_s=0.0, age_s=0.0, at_step_s=0.0, **more):
+        """A worker's heartbeat was ``beat_s`` old when its agent sent it on, which is ``age_s`` ago."""
+        beat = Beat(beat_s, 0, 5, doing, since_s, "here", step_s, 0, at_step_s=at_step_s)
+        self.views[worker] = WorkerView(beat, age_s, **more)
+        return []
+
+    def do_look(self):
+        """Show who is found to delay the others, and whether all stand still."""
+        limits, lines = Timeouts(), []
+        for find in (liveness.stalled, liveness.at_a_standstill, liveness.endless):
+            for one in find(self.views, limits):
+                seconds = f"for {one.since_s:g} s, limit {one.limit_s:g} s"
+                lines.append(f"{find.__name__}: {one.worker} in {one.where} {seconds}")
+        return lines or ["nobody"]
+
+    def do_agents(self, now, **heard):
+        """Show the nodes whose agents are lost: ``n0=9.9`` was heard of last at second 9.9."""
+        return [f"{node} silent for {seconds:g} s" for node, seconds in liveness.lost_agents(now, heard, Timeouts())]
+
+    def do_holdings(self):
+        """Nobody holds a snapshot."""
+        self.held = {}
+        return []
+
+    def do_hold(self, rank, own, **copies):
+        """The worker of this rank holds these steps: its own, and copies (``of0=[5]``: of rank 0)."""
+        self.held[rank] = Holdings(own, {int(key.removeprefix("of")): steps for key, steps in copies.items()})
+        return []
+
+    def do_choose(self, *groups, complete=(), spoiled=()):
+        """Show the sources of ranks in these groups, whose members hold the same part of the model."""
+        peers = {rank: group for group in groups for rank in group}
+        step, sources, why = repairs.choose(sorted(peers), self.held, peers, spoiled, complete)
+        pairs = [f"{rank}: owned from {one.owned}, replicated from {one.replicated}" for rank, one in sources.items()]
+        return [why or f"step {step}", *pairs]
+
+    def do_nodes(self):
+        """There is no node."""
+        self.agents = []
+        return []
+
+    def do_node(self, seats, standbys=0, devices=0, unusable=(), **changes):
+        """A node joins, some of whose devices may be ``unusable``; ``gone`` or ``suspect`` say why it is."""
+        number = len(self.agents)
+        joined = AgentJoined(f"n{number}", number, "host", seats, standbys, devices=devices)
+        self.agents.append(Agent(joined, 0.0, seats, unusable=dict.fromkeys(unusable, "broken"), **changes))
+        return []
+
+    def do_place(self):
+        """Show where four ranks of a restart go."""
+        found = place_ranks(self.agents, 4)
+        return ["too little room" if found is None else " ".join(f"{node}={ranks}" for node, ranks in found.items())]
+
+
+def _judged(found: verdict.Verdict) -> str:
+    marks = [name for name in ("device_unusable", "node_suspect") if getattr(found, name)]
+    return f"{', '.join([found.category, found.action, *marks])}: {found.reason}"
+
+
+PLAYERS = {"judgement": Judgements, "cause": Errors, "health": Health, "faults": Faults}

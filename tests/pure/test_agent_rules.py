@@ -1,6 +1,8 @@
-"""The agent's pure parts: flags, Slurm's node lists, liveness, environments, what the pool imports."""
+"""The agent's pure parts: folders, liveness, environments, what the pool imports. Flags: ``conversations/launch``."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,31 +15,27 @@ from ft.base import files
 from ft.base.errors import UserError
 from ft.base.flags import Parser
 from ft.base.lines import Lines
-from ft.commands import arguments, protection
-from ft.commands.run import plan_faults
+from ft.commands import arguments
 from ft.job import messages
 from ft.job.agent import environment, preload
 from ft.job.agent.console import Console, last_lines, last_words
 from ft.job.agent.options import Cluster, RunOptions, Script, resolve
-from ft.job.agent.start import first_ranks
 from ft.job.agent.warm import search_path
 from ft.job.agent.workforce import is_silent
 from ft.job.control.timeouts import Timeouts
+from ft.job.replicas import member
 from ft.net.channel import Channel
 from ft.net.streams import network_of
-from ft.platform import network, numa, slurm
+from ft.platform import network, numa
 from ft.platform.supervisor import Supervisor
 from ft.record import looks
-
-
-def parsed(line: str):
-    parser = Parser(allow_abbrev=False, is_launcher=True)
-    arguments.add_flags(parser)
-    return parser.parse_args(line.split())
+from ft.worker.session import surroundings
 
 
 def options(line: str, environ: dict | None = None):
-    return resolve(parsed(line), environ or {})
+    parser = Parser(allow_abbrev=False, is_launcher=True)
+    arguments.add_flags(parser)
+    return resolve(parser.parse_args(line.split()), environ or {})
 
 
 @pytest.fixture
@@ -45,121 +43,6 @@ def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import json\n")
     return "train.py"
-
-
-def test_flags_in_both_spellings_and_the_scripts_own_after_it(script):
-    dashes = options(f"--nproc-per-node 4 --standby 1 --max-restarts 7 --run-dir r {script} --lr 1 --standby 9")
-    underscores = options(f"--nproc_per_node=4 --standby 1 --max_restarts=7 --run_dir r {script} --lr 1 --standby 9")
-    assert dashes == underscores
-    assert (dashes.nproc, dashes.standby, dashes.max_restarts, dashes.world_size) == (4, 1, 7, 4)
-    assert dashes.script.args == ["--lr", "1", "--standby", "9"]
-    assert (dashes.cluster.host, dashes.cluster.port) == ("127.0.0.1", 0)
-    assert dashes.run_id == "r"
-
-
-def test_master_address_and_port_are_the_endpoint(script):
-    given = options(f"--nnodes 2 --node-rank 1 --master_addr h --master-port 1234 --run-dir r {script}")
-    assert given.cluster == options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:1234 --run-dir r {script}").cluster
-    assert options(f"--nnodes 2 --node-rank 1 --rdzv_endpoint h --run-dir r {script}").cluster.port == 29400
-
-
-def test_standby_nodes_are_the_last_ones(script):
-    line = "--nnodes 3 --standby-nodes 1 --nproc-per-node 2 --rdzv-endpoint h:1 --run-dir r --node-rank"
-    nodes = [options(f"{line} {rank} {script}") for rank in range(3)]
-    assert [first_ranks(node) for node in nodes] == [[0, 1], [2, 3], []]
-    assert [node.standbys_here for node in nodes] == [0, 0, 2]
-    assert {node.world_size for node in nodes} == {4}
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("missing.py", "missing.py does not exist"),
-        ("--standby -1 train.py", "--standby: '-1': not a whole number from 0 to"),
-        ("--max-restarts -2 train.py", "--max-restarts: '-2': not a whole number from 0"),
-        ("--nnodes 1:4 train.py", "--nnodes 1:4: a run has a fixed number"),
-        ("--nnodes 0 train.py", "--nnodes 0 is no number"),
-        ("--nnodes 2 train.py", "needs this node's number"),
-        ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 is not between 0 and 1"),
-        ("--nnodes 2 --node-rank 0 train.py", "2 nodes need a place to meet"),
-        (
-            "--nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --run-dir r --control etcd://h:1 train.py",
-            "on several nodes needs FT_TOKEN",
-        ),
-        ("--control etcd://h train.py", "etcd://h cannot be read"),
-        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:1 train.py", "agree on the run's directory"),
-        ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:0 train.py", "any free port"),
-        ("--nnodes 2 --node-rank 0 --standby-nodes 2 --rdzv-endpoint h:1 train.py", "--standby-nodes 2 leaves none"),
-        ("--rdzv-endpoint h:70000 train.py", "70000 is no port"),
-        ("--rdzv-endpoint h:1 --master-addr g train.py", "say the same thing"),
-        ("--standalone --nnodes 2 train.py", "--standalone is for one node"),
-        ("--nproc-per-node many train.py", "--nproc-per-node many is neither"),
-        ("--nproc-per-node 0 train.py", "--nproc-per-node 0 is neither"),
-        ("--nproc-per-node 999999999999 train.py", "--nproc-per-node 999999999999 is neither"),
-        ("--nnodes 999999999999 train.py", "--nnodes 999999999999 is no number from 1 to 100,000"),
-        ("--local-addr not/a/host train.py", "'not/a/host' is no host name"),
-        ("--preload no_such_module train.py", "there is no module no_such_module"),
-        ("--no-python train.py", "--no-python is not supported"),
-        ("--preload none --preload json train.py", "--preload none and"),
-        ("--run-dir train.py train.py", "train.py is not a directory"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_a_fix(line, says, script):
-    with pytest.raises(UserError, match=r"(?s).") as caught:
-        options(line)
-    assert says in caught.value.problem
-    assert caught.value.fix
-
-
-def test_the_way_to_a_node_can_be_given_as_an_interface(script):
-    assert [options(f"--local-addr {way} train.py").local_addr for way in ("lo", "10.0.0.7")] == [
-        "127.0.0.1",
-        "10.0.0.7",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--nproc 2 --standby -1 train.py", ["unknown flag --nproc", "--standby: '-1': not a whole number"]),
-        ("--standby --seed x missing.py", ["--standby has no value", "--seed: invalid int", "missing.py"]),
-        ("--standby train.py", ["--standby has no value"]),
-        ("--hidden-size 8 train.py", ["unknown flag --hidden-size"]),
-        (
-            "--nnodes 2 --control x",
-            ["the command line names no training script", "needs this node's number", "--control x is neither"],
-        ),
-        ("-m no_such_module", ["there is no module no_such_module"]),
-        (
-            "--rdzv-backend etcd --quiet --preload none --preload json train.py",
-            ["--rdzv-backend: invalid", "--preload"],
-        ),
-    ],
-)
-def test_everything_that_is_wrong_is_refused_in_one_list(line, says, script):
-    with pytest.raises(UserError) as caught:
-        options(line)
-    found = [problem for problem, _ in caught.value.problems]
-    assert len(found) == len(says) and all(part in problem for part, problem in zip(says, found, strict=True)), found
-    assert all(fix for _, fix in caught.value.problems)
-
-
-def test_a_flag_in_the_wrong_place_is_told_where_it_belongs():
-    parser = Parser(is_launcher=True, scripts_flags=protection.trainers_flags)
-    arguments.add_flags(parser)
-    given = parser.parse_args(["--ft-hot-swap", "--nproc-per-node", "2", "pretrain_gpt.py", "--lr", "1"])
-    assert given.problems == [
-        ("unknown flag --ft-hot-swap", "--ft-hot-swap is a flag of the script: give it after the script's name")
-    ]
-    assert (given.script, given.script_args, given.nproc_per_node) == ("pretrain_gpt.py", ["--lr", "1"], "2")
-
-
-def test_a_directory_with_events_of_an_earlier_run_is_refused_on_node_0_only(script, tmp_path):
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "events.jsonl").write_text("")
-    with pytest.raises(UserError, match="earlier run"):
-        options(f"--run-dir r {script}")
-    options(f"--run-dir r --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 {script}")
 
 
 def _give_away(path):
@@ -209,72 +92,6 @@ def test_what_a_run_writes_goes_through_no_link(tmp_path):
         with pytest.raises(OSError, match="Too many levels of symbolic links"):
             write()
     assert (tmp_path / "elsewhere").read_text() == "kept"
-
-
-def test_faults_are_planned_alike_on_every_node(script):
-    line = (
-        f"--nproc-per-node 8 --run-dir r --inject kill@step=3:rank=random --inject hang@step=5:rank=1 --seed 3 {script}"
-    )
-    plans = [plan_faults(options(line), parsed(line)) for _ in range(2)]
-    assert plans[0] == plans[1]
-    assert [fault.kind for fault in plans[0]] == ["kill", "hang"]
-    absent = f"--run-dir r --inject kill@step=3:rank=9 {script}"
-    with pytest.raises(UserError):
-        plan_faults(options(absent), parsed(absent))
-
-
-BATCH = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "12007", "SLURM_JOB_NODELIST": "gpu[03-05,11]"}
-SLURM = {**BATCH, "SLURM_STEP_ID": "0"}
-
-
-def test_slurm_fills_in_what_is_not_given(script):
-    given = options(script, SLURM)
-    assert (given.cluster.nnodes, given.cluster.node_rank) == (4, 2)
-    assert (given.cluster.host, given.cluster.port) == ("gpu03", 29407)
-    assert given.run_dir.name == "12007"
-    assert options(script, {**SLURM, "SLURM_RESTART_COUNT": "1"}).run_dir.name == "12007-1"
-    flags = options(f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:5 {script}", SLURM).cluster
-    assert (flags.nnodes, flags.node_rank, flags.host, flags.port) == (2, 1, "h", 5)
-    assert options(f"--standalone {script}", SLURM).cluster.nnodes == 1
-
-
-def test_a_step_on_some_of_the_jobs_nodes_is_a_run_of_these(script):
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[04-05]", "SLURM_NODEID": "1"}
-    given = options(script, {**SLURM, **step}).cluster
-    assert (given.nnodes, given.node_rank, given.host) == (2, 1, "gpu04")
-
-
-def test_a_batch_script_that_forgets_srun_is_told_so(script):
-    with pytest.raises(UserError, match=r"one process for the 4 nodes[^$]*srun"):
-        options(script, BATCH)
-    assert options(script, {**BATCH, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}).cluster.nnodes == 1
-    assert options(f"--standalone {script}", BATCH).cluster.nnodes == 1
-
-
-def test_several_slurm_tasks_per_node_are_refused(script):
-    with pytest.raises(UserError, match="not alone on its node"):
-        options(script, {**SLURM, "SLURM_LOCALID": "1", "SLURM_PROCID": "5"})
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "names"),
-    [
-        ("a", ["a"]),
-        ("a,b", ["a", "b"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[08-11],m", ["n08", "n09", "n10", "n11", "m"]),
-        ("a,n[1-2,007]-ib,z", ["a", "n1-ib", "n2-ib", "n007-ib", "z"]),
-        ("r[0-1]n[4-5]", ["r0n4", "r0n5", "r1n4", "r1n5"]),
-    ],
-)
-def test_slurm_node_lists(nodelist, names):
-    assert slurm.hosts(nodelist) == names
-
-
-@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n1]", "n[a]", "n[1-]", "n[0-99999999999]", "n[0-9999][0-9999]"])
-def test_broken_node_lists_are_refused(nodelist):
-    with pytest.raises(UserError):
-        slurm.hosts(nodelist)
 
 
 def test_who_is_silent():
@@ -330,19 +147,6 @@ def test_data_take_the_fastest_interface_that_nccl_is_given(tmp_path):
     assert (
         network.said_rate("ib0", root) == "ib0 (100 Gb/s)" and network.said_rate("tun0", root) == "tun0 (rate unknown)"
     )
-
-
-def test_the_interface_for_data_is_taken_by_name_from_nccl_or_from_the_agent(script, monkeypatch):
-    monkeypatch.setattr(network, "interfaces", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
-    two = f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --run-dir r {script}"
-    assert options(f"--data-interface ib0 {two}").data_addr == "10.1.0.5"
-    assert options(f"--data-interface 10.1.0.5 {two}").data_addr == "10.1.0.5"
-    assert options(two, {"NCCL_SOCKET_IFNAME": "ib"}).data_addr == "10.1.0.5"
-    assert options(two).data_addr is None
-    assert options(f"--run-dir r {script}", {"NCCL_SOCKET_IFNAME": "ib"}).data_addr is None
-    with pytest.raises(UserError, match="'ib7' is no interface with an address here") as error:
-        options(f"--data-interface ib7 {two}")
-    assert "ib0 (rate unknown) 10.1.0.5" in str(error.value)
 
 
 def test_one_thread_unless_the_user_says_otherwise():
@@ -417,8 +221,6 @@ def test_the_search_path_is_pythons(tmp_path, monkeypatch):
 
 
 def test_a_port_that_is_taken_or_a_host_that_is_not_ours_is_said_before_anything_starts():
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -446,8 +248,6 @@ with mock.patch("random.SystemRandom.sample", return_value=[{drawn}, {drawn}]):
 
 
 def test_a_channel_gives_whole_lines_and_then_the_end():
-    import socket
-
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     theirs.sendall(b"hello\none\ntw")
@@ -461,8 +261,6 @@ def test_a_channel_gives_whole_lines_and_then_the_end():
 
 
 def test_a_channel_keeps_what_the_other_side_does_not_take_yet():
-    import socket
-
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     line = messages.encode(messages.Stop(1, "x" * 1000))
@@ -558,3 +356,21 @@ def test_workers_are_bound_to_the_cpus_near_their_gpu_as_far_as_they_may_use_the
         assert said.stdout == f"{bound} {[of_threads] * 2}\n"
     (device / "numa_node").write_text("-1\n")
     assert numa.cpus_near("0000:3b:00.0", tmp_path) == numa.cpus_near("0000:ff:00.0", tmp_path) == set()
+
+
+def test_ft_run_finds_its_own_host_in_the_file_of_the_topology(script, tmp_path):
+    (tmp_path / "ours").write_text(f"n1 rack=b\n{socket.gethostname()} rack=a\n")
+    (tmp_path / "slurms").write_text("SwitchName=s7 Nodes=node[1-4]\n")
+    assert options(f"--topology ours {script}").domains == {"rack": "a"}
+    with pytest.raises(UserError, match="does not have this host"):
+        options(f"--topology slurms {script}")
+
+
+def test_given_limits_reach_agents_workers_and_replicas(script, tmp_path):
+    (tmp_path / "limits.yaml").write_text("stall_s: 12")
+    given = options(f"--limits limits.yaml --run-dir r {script}")
+    assert given.timeouts == Timeouts(stall_s=12.0)
+    assert member.unpack(member.pack(given, [], None))[0].timeouts == given.timeouts
+    env = environment.worker_environment(replace(PLACE, options=given), "n0.w0", 0, 0, 0, ("h", 1))
+    assert Timeouts.of_worker(env) == given.timeouts and Timeouts.of_worker({}) == Timeouts()
+    assert json.loads(surroundings(env)["limits"]) == {"stall_s": 12.0}, "compared between the workers"

@@ -33,46 +33,6 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
 
 
 @pytest.mark.parametrize(
-    ("change", "world", "problem"),
-    [
-        (("--ft-hot-swap", ""), 4, "--ft-checkfree needs hot-swap"),
-        (("size 4", "size 2"), 2, "with 2 pipeline stage(s) of the same number of layers: none has two such"),
-        (("size 4", "size 3 --decoder-first-pipeline-num-layers 2"), 3, "with 2 pipeline stage(s) of the same number"),
-        (("size 4", f"size 4 {PLUS} --num-layers-per-virtual-pipeline-stage 1"), 4, "no interleaved schedule"),
-        (("size 4", f"size 4 {PLUS} --decoder-first-pipeline-num-layers 2"), 4, "the same number of layers"),
-        (("--ft-checkfree", "--ft-snapshot-peers 0"), 4, "--ft-snapshot-peers is 0"),
-        (("size 4", "size 4 --ft-snapshot-peers -1"), 4, "--ft-snapshot-peers is -1"),
-        (("size 4", "size 4 --ft-checkfree-lr-factor 0"), 4, "--ft-checkfree-lr-factor is 0"),
-        (("size 4", "size 4 --ft-checkfree-lr-decay-iters -1"), 4, "--ft-checkfree-lr-decay-iters is -1"),
-        (("size 4", "size 4 --ft-checkfree-most-in-flight 4"), 4, "the schedule of --ft-checkfree-plus"),
-        (("size 4", f"size 4 {PLUS} --ft-checkfree-most-in-flight 3"), 4, "some stage holds 4 microbatches at once"),
-        (("size 4", f"size 4 {PLUS} --bf16 --optimizer-cpu-offload"), 4, "does not set the weights of"),
-        (("size 4", f"size 4 {PLUS} --mtp-num-layers 1"), 4, "--mtp-num-layers has layers behind the output layer"),
-        (("size 4", f"size 4 {PLUS} --pipeline-model-parallel-layout Et|tt|tt|tttL"), 4, "the same number of layers"),
-        (("size 4", "size 4 --clip-grad 0"), 4, "needs gradient norms, which are computed for clipping only"),
-    ],
-)
-def test_what_cannot_work_is_refused(change, world, problem):
-    with pytest.raises(UserError) as error:
-        check(parse(GOOD.replace(*change)), world, has_te=False)
-    assert problem in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "world"),
-    [
-        (("size 4", "size 4 --ft-snapshot-peers 0"), 4),
-        (("size 4", "size 2 --ft-snapshot-peers 0"), 4),
-        (("size 4", "size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"), 4),
-        (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4),
-    ],
-    ids=["no copies", "two stages with data parallelism", "interleaved", "a first stage with fewer layers"],
-)
-def test_what_can_work_is_not_refused(change, world):
-    check(parse(GOOD.replace(*change)), world, has_te=False)
-
-
-@pytest.mark.parametrize(
     "reports",
     [
         [torch.ones(1)],

@@ -1,4 +1,4 @@
-"""Decisions of the control plane and the quorum server, and what is told of runs, crashes, hangs and health.
+"""Decisions, what flags lead to, what plans say, and what is told of runs, crashes, hangs and health, as text.
 
 The files are in ``tests/pure/conversations``.
 
@@ -10,10 +10,21 @@ import time
 
 import pytest
 from conversations import ROOT, Quorum, Run, replay
+from hsdp_conversations import PLAYERS as REPLICATED
 from judgement_conversations import PLAYERS as JUDGED
+from ladder_conversations import PLAYERS as LADDER
+from launch_conversations import PLAYERS as STARTED
 from record_conversations import Hang, Record, Recoveries
+from trainer_conversations import PLAYERS as TRAINED
 
-PLAYERS = {"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record, **JUDGED}
+PLAYERS = {
+    **{"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record},
+    **JUDGED,
+    **LADDER,
+    **REPLICATED,
+    **STARTED,
+    **TRAINED,
+}
 FILES = sorted(ROOT.glob("*/*.txt"))
 
 

@@ -4,17 +4,14 @@ import json
 import os
 import time
 
-import msgspec
 import pytest
 from hsdp_runs import Run, eventful
-from msgspec.structs import replace
 from record_conversations import Page
 
 from ft import cli
 from ft.base import events
 from ft.observe.report import status
 from ft.platform import election, processes
-from ft.systems.hsdp import commits
 
 
 def report(folder, capsys) -> tuple[str, Page]:
@@ -34,21 +31,6 @@ def small(folder) -> Run:
     run.returns(1)
     run.steps(12)
     return run
-
-
-def test_the_report_tells_the_whole_story(tmp_path, capsys):
-    run = small(tmp_path)
-    run.finish()
-    said, page = report(tmp_path, capsys)
-    text = " ".join(page.lines)
-    for words in (
-        *("each sample trained once", "0 duplicates, 0 gaps", "rebuilding", "catching up", "failure", "rejoin"),
-        *("its leader's connection broke", "with one every 18 min", "quorum_formed", "caught_up"),
-    ):
-        assert words in text, words
-    assert "each sample trained once: 332 trained, 0 duplicates, 0 gaps" in said
-    assert "1 quorum failed" in text
-    assert f"wrote      {tmp_path / 'report.html'}" in said
 
 
 def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_text(tmp_path, capsys):
@@ -77,82 +59,11 @@ def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_
     assert text.count(hostile) > 10
 
 
-def test_a_replicas_own_folder_is_reported_as_ever(tmp_path, capsys):
-    run = small(tmp_path)
-    run.finish()
-    said, page = report(tmp_path / "replica-0", capsys)
-    assert "goodput" in said
-    assert "each sample trained once" not in " ".join(page.lines)
-    assert cli.main(["status", str(tmp_path / "replica-0")]) == 0
-
-
-def test_an_audit_that_is_not_clean_shows_in_the_exit_code(tmp_path, capsys):
-    run = small(tmp_path)
-    run.finish()
-    folder = tmp_path / "replica-2"
-    lines = [replace(c, at=c.at - 2) if c.step == 9 else c for c in commits.read(folder)]
-    (folder / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    assert cli.main(["report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "AUDIT NOT CLEAN: 332 trained, 2 duplicates, 2 gaps" in said
-    assert "step 9: replica 2 read from position 30 on, but was at 32" in said
-    assert "AUDIT NOT CLEAN" in (tmp_path / "report.html").read_text()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_reports_of_whatever_happens(seed, tmp_path, capsys):
     eventful(tmp_path, seed)
     report(tmp_path, capsys)
     assert cli.main(["status", str(tmp_path), "--json"]) == 0
-
-
-def test_a_run_that_has_only_begun(tmp_path, capsys):
-    run = Run(tmp_path)
-    run.close()
-    report(tmp_path, capsys)
-    assert cli.main(["status", str(tmp_path)]) == 0
-    assert "starting" in capsys.readouterr().out
-    (tmp_path / "bare" / "replica-3").mkdir(parents=True)
-    report(tmp_path / "bare", capsys)
-    assert cli.main(["status", str(tmp_path / "bare")]) == 0
-    assert "no folder" in capsys.readouterr().out
-
-
-def test_status_of_a_run_under_way(tmp_path, capsys):
-    run = small(tmp_path)
-    run.dies(2)
-    run.steps(2)
-    run.builds(2)
-    run.close()
-    assert cli.main(["status", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    text = "\n".join(lines)
-    assert "training, last step" in text
-    assert "(stale?)" in text
-    assert "step       32" in text
-    assert "of replicas 0, 1" in text
-    members = [line.split()[:5] for line in lines[lines.index("") + 3 :]]
-    assert members == [
-        ["0", "online", "32", "33", "128"],
-        ["1", "online", "32", "33", "100"],
-        ["2", "rebuilding", "30", "31", "120"],
-    ]
-
-
-def test_status_names_the_hosts_of_replicas(tmp_path, capsys):
-    run = small(tmp_path)
-    told = {key: {} for key in ("interfaces", "about", "paths")} | {"host": "10.0.0.1", "clock": 0.0}
-    for replica, node, host in ((0, "n0", "gpu0"), (0, "n1", "gpu1"), (1, "n0", "gpu2"), (1, "n0-2", "gpu3")):
-        run.own(replica, events.AGENT_JOINED, node=node, machine=host, **told)
-    run.close()
-    assert cli.main(["status", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = lines[lines.index("") + 1 :]
-    assert [
-        line.rstrip().endswith(end) for line, end in zip(table[2:], ("gpu0, gpu1", " gpu3", " -"), strict=True)
-    ] == [True] * 3
-    assert cli.main(["status", str(tmp_path), "--json"]) == 0
-    assert [one["hosts"] for one in json.loads(capsys.readouterr().out)["replicas"]] == [["gpu0", "gpu1"], ["gpu3"], []]
 
 
 def test_status_as_json_and_watching_to_the_end(tmp_path, capsys):

@@ -134,12 +134,6 @@ def test_pictures_have_the_kind_of_their_ending(ending, found, tmp_path, capsys)
     assert all((tmp_path / f"{name}.{ending}").read_bytes().startswith(begins) for name in ("buy", "spares"))
 
 
-def test_an_unknown_ending_is_refused_with_all_other_problems(capsys):
-    assert cli.main(["plan", "buy", "--plot", "x.bmp", "--gpus", "-1", "--mttf", "1h"]) == 2
-    told = capsys.readouterr().err
-    assert all(part in told for part in ("--plot x.bmp", "--gpus -1", "give --gpu-mtbf", "--step-time is missing"))
-
-
 def test_bad_input_is_refused_before_anything_large_is_imported():
     code = (
         "import sys; from ft import cli; code = cli.main('plan buy --gpus 1e99 --save-time nan'.split());"

@@ -230,58 +230,6 @@ def test_a_table_and_the_same_as_json(capsys):
     assert values["copies"][0]["loss_per_month"] > 1e4 * values["copies"][1]["loss_per_month"] > 0
 
 
-def test_what_does_not_fit_is_said(capsys):
-    flags = f"--nodes 8 --host-memory 100GB --network 1 --step-time 1s --copies 2 --params 70B {BIG}"
-    text = ask(capsys, flags)
-    assert text.count("NO") == 2
-    assert "3 failure domains" in ask(
-        capsys, f"--nodes 4 --nodes-per-rack 2 --copies 2 --params 7B {BIG} --ft-snapshot-peers 2"
-    )
-
-
-def test_a_replicated_optimizer_is_told_from_a_distributed_one(capsys):
-    flags = "--nodes 2 --gpus-per-node 2 --params 1B --copies 1 x.py --pipeline-model-parallel-size 2"
-    assert "without --use-distributed-optimizer" in ask(capsys, flags)
-    values = json.loads(ask(capsys, "--json " + flags))["copies"][0]
-    assert values["copies"] == 0 and values["own"] == pytest.approx(2 * 2 * 12 * 0.5e9)
-    assert any("no copy holds it" in problem for problem in values["problems"])
-
-
-def test_a_topology_file_gives_the_nodes(capsys, tmp_path):
-    path = tmp_path / "topology.conf"
-    path.write_text("SwitchName=s0 Nodes=a[1-2]\nSwitchName=s1 Nodes=a[3-4]\nSwitchName=s2 Switches=s[0-1]\n")
-    flags = f"--nodes 2 --gpus-per-node 2 --topology {path} --params 1B --copies 1 x.py {ZERO}"
-    assert "are in switch s0" in ask(capsys, flags)
-    assert "are in" not in ask(capsys, f"--hosts a[2-3] {flags}")
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--nodes 2", "--num-layers, --hidden-size, --num-attention-heads, --vocab-size, --seq-length"),
-        ("--nodes 3 --params 1B x.py --tensor-model-parallel-size 16", "24 ranks"),
-        ("--nodes 2 --params 1B x.py --colour red", "unknown flag --colour"),
-        ("--nodes 1 --gpus-per-node 2 --params 1B", "3 copies are requested, but only 1 other"),
-        ("--nodes 2 --params 1B --step-time 1s --optimizer-time 2s", "leaves no time"),
-        ("--nodes 2 --params 1B --expert-params 2B", "--expert-params"),
-        ("--nodes 2 --params 1B --topology /nowhere", "cannot be read"),
-        ("--nodes 2 --params 1B --hosts a1", "--hosts"),
-        ("", "--nodes"),
-        ("--nodes 0", "--nodes"),
-        ("--nodes 2 --params much", "--params"),
-        ("--nodes 2 --copies 0", "--copies"),
-        ("--nodes 1 --pcie -1", "--pcie"),
-        ("--nodes 2 --params 1B --nodes-per-rack 2 --topology x", "same thing"),
-        (f"--nodes 2 x.py {MODEL} --pipeline-model-parallel-size 16", "4 layers cannot be split over 16 stages"),
-        (f"--nodes 1 --gpus-per-node 6 x.py {MODEL} --tensor-model-parallel-size 3", "4 attention heads"),
-    ],
-)
-def test_bad_questions_are_refused(capsys, flags, said):
-    assert main(["plan", "snapshot", *flags.split()]) == 2
-    told = capsys.readouterr().err
-    assert said in told and "fix: " in told
-
-
 def test_a_run_without_snapshots_is_in_the_comparison(capsys):
     flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --params 70B {BIG}"
     text = ask(capsys, flags)
@@ -292,10 +240,3 @@ def test_a_run_without_snapshots_is_in_the_comparison(capsys):
     assert values["without"]["loss_per_month"] == pytest.approx(
         1 - math.exp(-values["copies"][0]["failures_per_month"])
     )
-
-
-def test_who_gives_no_trainer_flags_is_told_what_that_means(capsys):
-    text = ask(capsys, "--nodes 2 --gpus-per-node 2 --params 1B --copies 1")
-    assert "all 4 ranks are one data-parallel group, and each holds the whole model" in text
-    assert "copies contain nothing" in text and "if all 4 fail" in text
-    assert "data-parallel group" not in ask(capsys, f"--nodes 8 --params 1B --copies 1 {BIG}")

@@ -1,101 +1,28 @@
-"""The recovery ladder: every rung in its turn, and on random situations no state that is not verified, no rung skipped
-that would have lost less, no wait without a limit."""
+"""The recovery ladder: on random situations no state that is not verified, no rung skipped that would have lost less,
+no wait without a limit. Every rung in its turn: ``conversations/ladder``."""
 
 import copy
 import os
 import random
 from collections import Counter
-from dataclasses import replace
 
 import ladder_situations
 import pytest
 from control_world import LIMITS, World
 
+from ft import cli
 from ft.job import messages as m
 from ft.job.control import recovery
-from ft.job.control.recovery import MIDDLE, HostMemory, Others, Restarts, Seats, Situation, Stages, decide
-from ft.job.control.state import GridPosition
-from ft.job.parts import Holdings, Neighbours, Source
+from ft.job.control.recovery import decide
 
 SITUATIONS = 20_000
 
 
-def job(lost=(), steps=(7, 6), copies=True, **more) -> Situation:
-    """Return a pipeline of four stages, each a rank whose copy is at the next rank, after the loss of some."""
-    ranks = range(4)
-    holdings = {
-        rank: Holdings(list(steps), {(rank - 1) % 4: list(steps)} if copies else {})
-        for rank in ranks
-        if rank not in lost
-    }
-    stages = Stages(more.pop("checkfree", ""), {rank: GridPosition(rank, 0, 0, 0, 2) for rank in ranks})
-    more = {"seats": Seats(lost, len(lost)), "restarts": Restarts(checkpoints=[2]), **more}
-    return Situation(7, HostMemory(ranks, holdings, {rank: [rank] for rank in ranks}), stages, **more)
-
-
-FEW, NO_RESTART = Seats((1,), 0, 0), Restarts(0, 0, 4, checkpoints=[2])
-CASES = [
-    (recovery.IN_PLACE, job(), 0),
-    (recovery.STANDBY, job([1]), 0),
-    (recovery.COPY, job([1], seats=Seats((1,), 0, 1)), 0),
-    (recovery.COPY, job(unverified={(1, 1, 7)}), 0),
-    (recovery.STANDBY, job([1], unverified={(2, 1, 7)}), 1),
-    (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE), 0),
-    (recovery.CHECKPOINT, job([1], copies=False), 5),
-    (recovery.CHECKPOINT, job([1], hot_swap=False), 5),
-    (recovery.CHECKPOINT, job(barred="an error"), 5),
-    (recovery.END, job(barred="an error", restarts=NO_RESTART), 5),
-    (recovery.END, job([1], seats=FEW, restarts=replace(NO_RESTART, allowed=3, has_room=False)), 5),
-]
-
-
-@pytest.mark.parametrize(("rung", "situation", "steps"), CASES)
-def test_a_situation_leads_to_its_rung(rung, situation, steps):
-    found = decide(situation)
-    assert (found.rung, found.lost.steps) == (rung, steps), found
-    assert not ladder_situations.broken(situation)
-
-
-REPLICAS, SPARE = Others(3), Others(3, reorders=True)
-
-
-@pytest.mark.parametrize(
-    ("rung", "situation", "position_of"),
-    [
-        (recovery.STANDBY, job([1], others=REPLICAS), None),
-        (recovery.REPLICA, job([1, 2], others=REPLICAS), 0),
-        (recovery.REPLICA, job([0, 1], others=SPARE), 2),
-        (recovery.REPLICA, job([1, 2, 3], others=REPLICAS, unverified={(0, 0, 7)}), 0),
-        (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=REPLICAS), None),
-        (recovery.REPLICA, job([1, 2], copies=False, checkfree=MIDDLE, others=REPLICAS), 0),
-        (recovery.REPLICA, job([0, 1, 2, 3], others=REPLICAS), None),
-        (recovery.REPLICA, job([1, 2], seats=FEW, others=REPLICAS), None),
-        (recovery.REORDER, job([1], seats=FEW, others=SPARE), None),
-        (recovery.REPLICA, job(barred="an error", others=REPLICAS), None),
-        (recovery.REPLICA, job(barred="an error", others=REPLICAS, restarts=NO_RESTART), None),
-    ],
-)
-def test_a_replica_that_does_not_know_the_others_keeps_its_workers_and_fetches_the_state(rung, situation, position_of):
-    """``position_of``: the rank whose position all take; without one, the state is here, or all workers start anew."""
-    found = decide(situation)
-    assert found.rung == rung and (found.plan.position_of if found.plan is not None else None) == position_of, found
-    assert found.reason and found.waits
-    assert found.lost.ended == (situation.restarts == NO_RESTART) and not ladder_situations.broken(situation)
-
-
-def test_a_decision_names_sources_and_what_spoke_against_the_rungs_before():
-    assert decide(job([1])).plan.sources[1] == Source(2, 2)
-    found = decide(job([1, 2], others=REPLICAS))
-    assert found.refused[recovery.IN_PLACE] == "logical rank(s) 1, 2 have lost their worker"
-    assert found.refused[recovery.STANDBY] == "of step 7, nobody has all that logical rank(s) 1 need"
-    assert decide(job([1], copies=False, checkfree=MIDDLE)).plan.rebuilt == {1: Neighbours(0, 2)}
-
-
-def test_the_end_says_what_the_last_resort_was_and_why_it_fails():
-    found = decide(job(barred="an error", restarts=NO_RESTART))
-    assert found.reason == "an error\n  The run ends: 0 warm restart(s) are allowed and used up"
-    found = decide(job(barred="an error", restarts=NO_RESTART, others=REPLICAS))
-    assert found.reason == "an error\n  This replica ends: 0 warm restart(s) are allowed and used up"
+def test_the_table_of_the_command_has_the_rungs_in_their_order_and_fits_a_terminal(capsys):
+    assert cli.main(["plan", "policy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert tuple(line.split("  ")[1].strip() for line in lines if line[:1].isdigit()) == recovery.LADDER
+    assert max(map(len, lines)) <= 160
 
 
 def test_the_decision_on_no_random_situation_breaks_a_property():

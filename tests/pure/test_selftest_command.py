@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
 from ft.lab.selftest.session import NodePlace, SelfTestOutcome, as_text, as_values, is_alone_in, srun
@@ -34,42 +33,6 @@ def test_checks_are_chosen_in_the_order_of_importance():
     assert [check.name for check in chosen(["ring,kill", "versions"], "--only")] == ["versions", "kill", "ring"]
     with pytest.raises(UserError, match="there is no check 'rings'"):
         chosen(["rings"], "--only")
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ({"nodes": 2}, "needs this node's number and the address of node 0"),
-        ({"nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "--node-rank 2 is not below --nodes 2"),
-        ({"nodes": 2, "node_rank": 0, "rdzv_endpoint": "a:b"}, "a:b is not HOST:PORT"),
-        ({"rdzv_endpoint": "a:1"}, "are for several nodes"),
-        ({"only": ["ring"], "plant": ["kill"]}, "--plant kill is not among --only"),
-        ({"plant": ["gpu"]}, "there is no check 'gpu'"),
-        ({"nodes": 2, "node_rank": 0, "rdzv_endpoint": "a:1", "run_dir": None}, "need a folder that they share"),
-    ],
-)
-def test_flags_that_cannot_work_are_refused(tmp_path, flags, problem):
-    with pytest.raises(UserError, match=problem) as caught:
-        plan(tmp_path, **flags)
-    assert "fix: " in str(caught.value)
-
-
-def test_all_problems_are_reported_at_once(tmp_path):
-    with pytest.raises(UserError) as caught:
-        plan(tmp_path, only=["a"], plant=["b"], nodes=2)
-    assert len(caught.value.problems) == 3
-
-
-@pytest.mark.parametrize("words", [["--minutes", "0"], ["--gpus", "0"], ["--nodes", "no"], ["--onyl", "kill"]])
-def test_bad_input_ends_with_code_2(capsys, words):
-    assert cli.main(["selftest", *words]) == 2
-    assert words[0] in capsys.readouterr().err
-
-
-def test_a_folder_with_an_earlier_self_test_is_refused(tmp_path, capsys):
-    (tmp_path / "node-0").mkdir()
-    assert cli.main(["selftest", "--run-dir", str(tmp_path)]) == 2
-    assert "holds a self-test already" in capsys.readouterr().err
 
 
 def test_the_place_is_that_of_the_flags_or_of_slurm(tmp_path):

@@ -85,23 +85,6 @@ def test_a_ruler_is_believed_exactly_where_two_types_share_at_most_one_group(gro
             check(marks, groups)
 
 
-@pytest.mark.parametrize(
-    ("groups", "redundancy", "said"),
-    [
-        (200, 13, "is 12"),
-        (6, 3, "is 2"),
-        (2, 2, "3 groups or more"),
-        (10, 1, "give 2 or more"),
-        (10, 11, "at most 10"),
-        (1, 2, "2 groups or more"),
-        (0, 2, "2 groups or more"),
-    ],
-)
-def test_what_cannot_be_placed_is_refused_naming_what_can(groups, redundancy, said):
-    with pytest.raises(UserError, match=said):
-        ruler(groups, redundancy)
-
-
 @pytest.mark.parametrize("marks", [(0, 1, 2), (0, 1, 12), (1, 2, 4), (0, -1), (0, 0), (0,), (0, 2, 7, 8, 11)])
 def test_a_ruler_that_is_none_is_refused(marks):
     with pytest.raises(UserError):
