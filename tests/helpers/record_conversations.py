@@ -181,9 +181,17 @@ class Record(Recoveries):
 
     def do_page(self, *patterns):
         """Show the lines of ``report.html`` but those of its table of events; with patterns: those that have one."""
-        lines = [line.replace(str(self.folder), "RUN") for line in Page(self.folder / "report.html").lines]
+        lines = self._page()
         lines = lines[: lines.index("Events") if "Events" in lines else None]
         return [line for line in lines if not patterns or any(str(pattern) in line for pattern in patterns)]
+
+    def do_page_events(self, number):
+        """Show the first rows of the table of events in ``report.html``."""
+        lines = self._page()
+        return lines[lines.index("Events") :][: number + 2]
+
+    def _page(self) -> list[str]:
+        return [line.replace(str(self.folder), "RUN") for line in Page(self.folder / "report.html").lines]
 
     def do_show(self, name):
         """Show a file."""
