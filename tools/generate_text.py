@@ -17,7 +17,7 @@ from ft.base.errors import UserError
 from megatron.ft_trainer.logging.quiet import quieten
 
 if TYPE_CHECKING:
-    from tools.inference import Trained
+    from megatron.ft_trainer.restore import Trained
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +43,7 @@ def write_text(arguments: argparse.Namespace) -> None:
 
     patches.apply()
     from megatron.ft_trainer.initialize import destroy
-    from tools.inference import load_for_inference
+    from megatron.ft_trainer.restore import load_for_inference
 
     trained = load_for_inference(arguments.load)
     ids = trained.tokenizer.tokenize(arguments.prompt)

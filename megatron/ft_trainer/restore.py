@@ -1,7 +1,8 @@
 """Loads a trained model for inference in one process, with the options stored in its checkpoint."""
 
-from dataclasses import dataclass
+import contextlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -22,8 +23,7 @@ from megatron.ft_trainer.initialize import init_model_parallel, init_process_gro
 from megatron.ft_trainer.launcher import Launch
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """A model ready for inference, with the tokenizer and the options that it was trained with."""
 
     chunk: torch.nn.Module
@@ -38,7 +38,7 @@ def load_for_inference(folder: Path) -> Trained:
         UserError: there is no checkpoint, or none of the reference trainer's that passes verification, or to read it
             could execute code.
     """
-    checkpoint = newest_of_nvidias(folder) or newest_sound(folder)
+    checkpoint = newest(folder)
     with types_checked(checkpoint):
         FileSystemReader(checkpoint).read_metadata()  # core's reader hides what is wrong with it
         options = options_in(checkpoint)
@@ -55,22 +55,17 @@ def load_for_inference(folder: Path) -> Trained:
     return Trained(chunk, tokenizer, options)
 
 
-def newest_of_nvidias(folder: Path) -> Path | None:
-    """Return the checkpoint that the tracker file of NVIDIA's trainer names; None if it is one of this trainer."""
-    try:
-        newest = folder / f"iter_{int((folder / inventory.TRACKER).read_text()):07d}"
-    except (OSError, ValueError):
-        return None
-    return newest if newest.is_dir() and not (newest / inventory.MANIFEST).exists() else None
-
-
-def newest_sound(folder: Path) -> Path:
-    """Return the newest checkpoint of the reference trainer whose files are as their manifest says.
+def newest(folder: Path) -> Path:
+    """Return the checkpoint that NVIDIA's trainer names the newest, or the reference trainer's newest sound one.
 
     Raises:
         UserError: there is none.
     """
-    wrong = []
+    wrong: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        named = folder / inventory.checkpoint_name(int(inventory.tracked_step(folder) or ""))
+        if named.is_dir() and not (named / inventory.MANIFEST).exists():
+            return named
     for entry in inventory.newest_first(inventory.scan(folder)) if folder.is_dir() else ():
         checkpoint = folder / entry.name
         found = inventory.problems(checkpoint, inventory.read_manifest(checkpoint).files)
