@@ -50,8 +50,8 @@ def percent(value: float | None) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """Return a number with its noun, such as "1 step" or "2 steps"."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """Return a number with its noun, such as "1 step", "2 steps" or "2 switches"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def spans(numbers: Iterable[int]) -> str:

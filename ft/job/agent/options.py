@@ -385,7 +385,8 @@ def script_of(given: argparse.Namespace) -> Script | None:
         if name != "none":
             _find_module(name)
     if "none" in preload and len(preload) > 1:
-        raise UserError(f"--preload none and {preload}", "drop none, or the modules")
+        others = ", ".join(name for name in preload if name != "none")
+        raise UserError(f"--preload has none beside {others}", "drop none, or the modules")
     return Script(given.script, given.module, given.script_args, preload)
 
 

@@ -16,6 +16,7 @@ from ft.lab.plan.snapshot.answer import MONTH, CopiesResult, Failures, SnapshotQ
 from ft.lab.plan.snapshot.shards import even, from_flags, shards
 from ft.platform import slurm
 from ft.platform.slurm import NODE, Topology, read_topology
+from ft.show import text
 from ft.show.text import left_out, seconds, table
 from megatron.ft_trainer.arguments import Layout, Options, layout, parse, read
 
@@ -294,7 +295,8 @@ def _without_per_month(answers: list[CopiesResult]) -> float:
 def _head(question: SnapshotQuestion, answers: list[CopiesResult]) -> list[str]:
     kinds = dict.fromkeys(kind for place in question.where.values() for kind in place)
     counts = {kind: len({place.get(kind) for place in question.where.values()}) for kind in kinds}
-    rates = "; ".join(f"each of {counts[kind]} {kind}s every {seconds(question.failures.mtbf[kind])}" for kind in kinds)
+    noun = {kind: text.count(number, kind) for kind, number in counts.items()}
+    rates = "; ".join(f"each of {noun[kind]} every {seconds(question.failures.mtbf[kind])}" for kind in kinds)
     often, ranks = answers[0].risk.rate * MONTH, question.grid.world_size
     shard = max(shard.owned + shard.replicated for shard in question.shards.values())
     lines = [

@@ -6,6 +6,7 @@ immediately (naive). Several plans are made, because no single order of choices 
 best is returned.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -155,6 +156,6 @@ def _enough(trace: Trace, budget: float) -> None:
     for stage in trace.stages:
         needed = trace.memory.peak(stage)
         if needed > budget:
-            problem = f"stage {stage} needs {needed / 1e9:.2f} GB without any verification, and the budget is "
-            fix = f"give a --memory-budget of {needed / 1e9:.2f}GB or more, or split the model further"
-            raise UserError(f"{problem}{budget / 1e9:.2f} GB", fix)
+            problem = f"stage {stage} needs {needed / 1e9:.3g} GB without any verification, and the budget is "
+            fix = f"give a --memory-budget of {math.ceil(needed / 1e6)}MB or more, or split the model further"
+            raise UserError(f"{problem}{budget / 1e9:.3g} GB", fix)
