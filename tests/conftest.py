@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import importlib
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -51,6 +52,16 @@ def pytest_runtest_protocol(item):
             fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         with contextlib.closing(room):
             return (yield)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment():
+    """Undo what a test has set in the environment: a command that it called in this process, for example."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def test_the_view_ends_where_the_data_do():
     assert len(view) == 4
     assert view[3]["tokens"].item() == 9
     for position in (-1, 4):
-        with pytest.raises(IndexError, match=f"sample {position} of the 4 of Stream"):
+        with pytest.raises(IndexError, match=f"sample {position} of the 4 of SampleStream"):
             view[position]
 
 

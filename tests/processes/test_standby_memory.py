@@ -64,7 +64,8 @@ def test_what_is_built_afterwards_touches_no_new_pages():
     pages = 192 * MIB // os.sysconf("SC_PAGE_SIZE")
     assert cold["faults"] > 0.8 * pages, cold
     assert warm["touched"] > 0.98 * HEAP and warm["faults"] < 0.02 * pages, warm
-    assert warm["later"] > 0.8 * pages, "the allocator works as usual again"
+    # The allocator works as usual again. Where memory is free, the kernel may give it four pages at a time.
+    assert warm["later"] > 0.2 * pages, warm
     assert part["touched"] < HEAP and part["faults"] < 0.6 * pages, part
 
 

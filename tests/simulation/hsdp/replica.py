@@ -255,7 +255,7 @@ class Group:
 
 def _links(world: "World", replica: int, rank: Rank | None):
     """Replace the network link of the production client by a simulated link, for the duration of the context."""
-    return mock.patch.object(clients, "Link", lambda *arguments: Link(world, replica, rank, *arguments))
+    return mock.patch.object(clients, "ServerLink", lambda *arguments: Link(world, replica, rank, *arguments))
 
 
 def _brief(report: Report) -> str:
