@@ -150,10 +150,10 @@ def _update(job: Job) -> StepReport:
 
 
 def _catch_up(job: Job) -> StepReport:
-    """Run the step of a rank that takes its state from other ranks.
+    """Run a step on a rank that has no current state and fetches it from another replica meanwhile.
 
-    The rank contributes zero gradients while the state is fetched, and then runs the same optimizer update as the other
-    ranks.
+    The rank contributes zero gradients to the step, and runs the same optimizer update as the other ranks when its
+    state has arrived.
     """
     _zero_gradients(job)
     job.protection.catching_up()

@@ -45,7 +45,7 @@ class _OneGenerator(logging.Filter):
 
 
 def apply() -> None:
-    """Silence core's warning about the CPU random generator."""
+    """Suppress core's warning that the state of the CPU random generator has changed, which is expected on a CPU."""
     logger = logging.getLogger(core_random.__name__)
     if not any(isinstance(f, _OneGenerator) for f in logger.filters):
         logger.addFilter(_OneGenerator())

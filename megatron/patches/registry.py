@@ -98,7 +98,7 @@ def import_core() -> None:
 
 
 def apply(patches: list[Patch]) -> list[Patch]:
-    """Apply those of ``patches``, as :func:`due` returns them, that this process has not applied yet; return all.
+    """Apply the patches (see :func:`due`) that this process has not applied yet, and return all that were given.
 
     Raises:
         UserError: a patch does not fit (see :func:`refusal`); none has been applied.

@@ -25,7 +25,7 @@ from ft.job.agent import succession
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console, last_lines
 from ft.job.agent.uplink import ReportRefused, Uplink
-from ft.job.control.state import ControlOptions, Given
+from ft.job.control.state import ControlOptions, ControlStart
 from ft.job.control.timeouts import Timeouts
 from ft.net.codec import to_json
 from ft.platform import election, processes
@@ -49,7 +49,7 @@ class SidecarProcess:
 
     def __init__(self, supervisor: Supervisor, run_dir: Path, where: str, options: ControlOptions):
         self._supervisor = supervisor
-        self._given = Given(str(run_dir), where, options)
+        self._given = ControlStart(str(run_dir), where, options)
         self.log = run_dir / "logs" / "control.log"
         self.on_exit: Callable[[int], None] = lambda code: None
         self._process: subprocess.Popen[bytes] | None = None

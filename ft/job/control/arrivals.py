@@ -59,7 +59,10 @@ def agent_joined(state: ControlState, now: float, report: m.AgentJoined, out: De
 
 
 def agent_beat(state: ControlState, now: float, report: m.AgentBeat, out: Decisions) -> None:
-    """Store the heartbeat of an agent and of its workers; a silence that it ends counts for no device."""
+    """Store the heartbeat of an agent and of its workers.
+
+    If the agent was silent before, its devices may be released later by the time of the silence.
+    """
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
         devices.heard(agent, now, state.options.timeouts.contact_s, out)

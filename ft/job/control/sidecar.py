@@ -25,7 +25,7 @@ from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.journal import Journal, JournalContent, lives, recall
 from ft.job.control.looks import Answers
-from ft.job.control.state import ENDED, ControlOptions, ControlState, Given, Worker
+from ft.job.control.state import ENDED, ControlOptions, ControlStart, ControlState, Worker
 from ft.job.control.stragglers import PaceBook
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes
@@ -316,16 +316,16 @@ def begin(folder: Path, options: ControlOptions) -> ControlOptions | JournalCont
 def main() -> None:
     """Run the process of the control plane, or of its standby.
 
-    The process does its imports and then waits for a :class:`Given` on standard input; if that is closed without one,
-    it exits. It ignores SIGINT and SIGTERM, because the control plane is needed until the workers have saved their
-    checkpoints.
+    The process does its imports and then waits for a :class:`ControlStart` on standard input; if that is closed
+    without one, it exits. It ignores SIGINT and SIGTERM, because the control plane is needed until the workers have
+    saved their checkpoints.
     """
     processes.set_name("ft-ctl-spare")
     processes.die_with_parent(signal.SIGKILL)
     lone_tcp_store()  # with a process's first store, torch looks up names, for 10 s if no name server answers
     text, code = sys.stdin.read(), 0
     try:
-        code = _serve(from_json(Given, bounded_json.loads(text, non_finite=True))) if text else 0
+        code = _serve(from_json(ControlStart, bounded_json.loads(text, non_finite=True))) if text else 0
     except UserError as error:
         print(f"control plane: {error}", file=sys.stderr)
         code = UserError.exit_code
@@ -337,7 +337,7 @@ def main() -> None:
     os._exit(code)  # threads may be inside torch's store, so a regular interpreter shutdown would abort the process
 
 
-def _serve(given: Given) -> int:
+def _serve(given: ControlStart) -> int:
     processes.set_name("ft-control")
     folder = Path(given.run_dir)
     begins = begin(folder, given.options)

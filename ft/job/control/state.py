@@ -73,7 +73,7 @@ class ControlOptions:
 
 
 @dataclass(frozen=True)
-class Given:
+class ControlStart:
     """What the process of the control plane is to do, which its agent passes to it as JSON.
 
     Attributes:

@@ -625,10 +625,10 @@ def _losses_of_one(only: Replica) -> Losses:
 
 
 def _losses(record: Record) -> Losses:
-    """Return the losses from the metrics of a replica in the step.
+    """Return the loss of each step by the amount of data trained on, with marks at the failures of replicas.
 
-    The amount counts tokens where the metrics tell how many a sample has, else samples. Failures of replicas are
-    marked.
+    The loss of a step is that in the metrics of the first replica that took part in it and has one. The amount counts
+    tokens if the metrics tell how many a sample has, else samples.
     """
     metrics = {replica: {m["step"]: m for m in one.metrics} for replica, one in record.replicas.items()}
     length = _tokens_per_sample(metrics)

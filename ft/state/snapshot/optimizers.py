@@ -1,4 +1,7 @@
-"""Reads and writes the state of the torch optimizers in megatron-core's, for snapshots and checkpoints."""
+"""Reads and writes the state of the torch optimizers that megatron-core's optimizers wrap.
+
+Snapshots and checkpoints use it.
+"""
 
 import warnings
 from collections.abc import Iterator

@@ -95,7 +95,7 @@ class MicrobatchLoader:
 
 
 Loaders = list[MicrobatchLoader | None]
-"""A loader for each model chunk of this rank; None for chunks that read no tokens."""
+"""One loader for each model chunk of this rank; an entry is None if the chunk reads no tokens."""
 
 
 def make_loaders(
@@ -106,10 +106,10 @@ def make_loaders(
     state: TrainState,
     share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Return loaders of the train, validation and test parts, each at its position in ``state``, on all ranks.
+    """Return the loaders of the training, validation and test data; None for a part that does not exist.
 
-    A part that does not exist is None. ``share``: the part of the training data to read, from its position on; None:
-    all.
+    Each begins at its position in ``state``. All ranks have to call it. ``share``: the part of the training data that
+    is read, from its position on; None: all of it.
     """
     readers = [sees_tokens(chunk) for chunk in chunks]
     parts = build_datasets(

@@ -143,8 +143,10 @@ class ReplicatedEnds:
         return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
 
     def built(self, model: torch.nn.Module) -> None:
-        """Set the copies in a new model to the values of the originals, exclude them from gradient norms, and mark them
-        as replicas in checkpoints. All ranks of ``group`` have to call it.
+        """Give the copies of the embedding and the output layer in a new model the values of the originals.
+
+        The copies are excluded from gradient norms, and are marked as replicas in checkpoints. All ranks of ``group``
+        have to call it.
         """
         if self.group is None:
             return

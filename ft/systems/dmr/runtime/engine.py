@@ -203,8 +203,9 @@ class Engine:
             tensor.register_hook(enter)
 
     def follow(self, ways: Sequence[Sequence[int]]) -> None:
-        """Note for each microbatch of this iteration the stages in the order in which it passes them, if not in that of
-        their numbers.
+        """Note the order in which each microbatch of this iteration passes through the pipeline stages.
+
+        Call it only if that is not the order of the stages' numbers.
         """
         if self._messages is not None:
             self._messages.follow(ways)
