@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from agent_jobs import DEADLINE_S, Job
+from agent_jobs import DEADLINE_S, ROOT, Job
 from harness import processes
 from pythons import environment
 from waiting import eventually
@@ -32,10 +32,11 @@ sys.exit(main())
 def ft_run(tmp_path):
     jobs = []
 
-    def start(text: str, *flags) -> Job:
+    def start(text: str, *flags, **environ: str) -> Job:
         (tmp_path / "script.py").write_text(text)
         (tmp_path / "limits.yaml").write_text("stuck_s: 1.5")
-        jobs.append(Job(tmp_path, ["--run-dir", "run", "--limits", "limits.yaml", *flags, "script.py"], ("-c", START)))
+        command = ["--run-dir", "run", "--limits", "limits.yaml", *flags, "script.py"]
+        jobs.append(Job(tmp_path, command, ("-c", START), **environ))
         return jobs[-1]
 
     yield start
@@ -66,9 +67,15 @@ def test_a_pool_that_is_stopped_is_replaced_and_the_run_starts(ft_run, tmp_path)
 
 
 def test_a_control_plane_that_is_stopped_before_it_serves_is_replaced(ft_run, tmp_path):
-    job = ft_run("print('the script runs')\n", "--preload", "none", "--nproc-per-node", "1")
-    stopped = job.wait_for(lambda: job.named("ft-ctl-spare"), "a control plane")
-    os.kill(stopped[0], signal.SIGSTOP)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib, signal, sys\n"
+        f"seen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+        "if 'ft.job.control.sidecar' in str(sys.orig_argv) and not seen.exists():\n"
+        "    seen.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    found = f"{ROOT}{os.pathsep}{tmp_path}"
+    job = ft_run("print('the script runs')\n", "--preload", "none", "--nproc-per-node", "1", PYTHONPATH=found)
     assert job.wait() == 0
     said = job.text()
     assert "the control plane that is to start has done nothing for" in said and "the script runs" in said
