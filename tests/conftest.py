@@ -10,6 +10,7 @@ import fcntl
 import importlib
 import json
 import os
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from harness import Ranks
 
-pytest_plugins = ["hot_swap_fixtures", "snapshot_fixtures"]
+pytest_plugins = ["etcd_servers", "fetch_sources", "groups_worker", "hot_swap_fixtures", "snapshot_fixtures"]
 
 LONGEST_FIRST = ("tests/end_to_end/", "tests/processes/", "tests/pure/")
 LONG = "of the long tier (./tests/run.sh long, or pytest -m long)"
@@ -52,6 +53,14 @@ def pytest_runtest_protocol(item):
             fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         with contextlib.closing(room):
             return (yield)
+
+
+@pytest.fixture
+def seed():
+    """Draw a seed below 2^30, and print it, to be given in the variable FT_TEST_SEED to see a failure again."""
+    drawn = int(os.environ.get("FT_TEST_SEED") or random.SystemRandom().randrange(1 << 30))
+    print("seed", drawn)
+    return drawn
 
 
 @pytest.fixture(autouse=True)

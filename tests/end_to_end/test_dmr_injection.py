@@ -175,9 +175,7 @@ def test_how_often_it_hits():
     assert len(hits_of(Flip(probability=0.05, seed=3), 400)) == 1
 
 
-def test_a_stuck_bit_is_met_by_one_of_two_executions_and_may_be_right():
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
+def test_a_stuck_bit_is_met_by_one_of_two_executions_and_may_be_right(seed):
     zeros = hits_of(Flip(mode=STUCK, seed=seed), 60)
     ones = hits_of(Flip(mode=STUCK, seed=seed), 60, values=(-1,) * 8)
     found = zeros or ones
@@ -288,11 +286,9 @@ def flips_in_memory(flags: str, way: str, count: int, seed: int) -> dict:
         ),
     ],
 )
-def test_flips_in_memory_by_an_injector_that_does_not_know_dmr_are_found(world, way, more, ranks, corpus):
+def test_flips_in_memory_by_an_injector_that_does_not_know_dmr_are_found(world, way, more, ranks, corpus, seed):
     import dmr_detection
 
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     flags = f"{runs.BASE} {dmr_detection.TINY} {more} --data-path {corpus}"
     for found in ranks(flips_in_memory, world, flags, way, 15, seed):
         assert not found["alarms"]

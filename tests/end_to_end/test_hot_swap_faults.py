@@ -223,10 +223,8 @@ def status_of(done, capsys) -> dict:
 
 
 @pytest.mark.long
-def test_forty_random_faults(corpus, reference, tmp_path):
+def test_forty_random_faults(corpus, reference, tmp_path, seed):
     """One long run; every fault is recovered, and the losses are those of a run without any."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
     choose, steps = random.Random(seed), 250
     phases = ("forward", "backward", "reduce", "optimizer", "transfer", "between")
     kinds = ("kill", "kill", "kill", "hang", "exception", "drop")

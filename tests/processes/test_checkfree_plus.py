@@ -12,11 +12,6 @@ UNTIED = "--untie-embeddings-and-output-weights "
 SHAPE = runs.BASE.replace("--untie-embeddings-and-output-weights ", "") + "--global-batch-size 8 --micro-batch-size 1 "
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("plus"))
-
-
 def named(job):
     """(name in the whole model, parameter) of this rank; a tied output layer goes by the embedding's name."""
     from megatron.core.utils import get_attr_wrapped_model

@@ -37,11 +37,6 @@ LAYOUTS = {
 PLANNED = ("pp2", "pp2-interleaved-bf16")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("dmr"))
-
-
 def in_every_way(flags: str, folder: Path | None) -> dict:
     """How a step comes out without DMR, naively, with piggybacking and, given a folder for it, by plan, from the same
     state; two steps each."""

@@ -11,11 +11,6 @@ import small_runs as runs
 PIPELINE = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def fail_on_rank_2(flags: str) -> int:
     """``launch`` on ranks of which the third one's model cannot be built."""
     import os

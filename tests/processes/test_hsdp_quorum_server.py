@@ -341,9 +341,7 @@ def test_a_wrong_token_is_refused_and_nobody_else_minds(service):
     assert "its token is not that of this run" in service.said()
 
 
-def test_garbage_on_the_port_costs_its_sender_the_connection(service):
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+def test_garbage_on_the_port_costs_its_sender_the_connection(service, seed):
     draw = random.Random(seed)
     service.serve(1)
     client, quorum = service.client(0), None
@@ -411,9 +409,7 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_no_more(service):
     assert quorum.number == len(messages) + 1
 
 
-def test_no_message_of_a_member_s_however_wrong_ends_the_server(service):
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+def test_no_message_of_a_member_s_however_wrong_ends_the_server(service, seed):
     draw = random.Random(seed)
     service.serve(1)
     quorum = {"number": 3, "step": 2, "lineage": 1, "healthy": [7], "behind": [], "lives": {"7": 0}}

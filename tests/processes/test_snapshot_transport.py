@@ -14,6 +14,7 @@ import torch
 from networks import from_text
 from proxies import Proxy
 from snapshot_crew import MIB, set_to, state
+from waiting import eventually
 
 from ft.base.errors import EpochClosed
 from ft.job.parts import Source
@@ -71,9 +72,7 @@ def test_a_peer_that_is_gone_is_reported_and_the_own_copy_stays(crew):
     assert workers.snaps[0].holdings().own == [4, 5]
 
 
-def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew):
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew, seed):
     rng, workers = random.Random(seed), crew(2)
     workers.step(0)
     length = 5 * MIB // 2
@@ -162,9 +161,7 @@ def absurd_requests() -> list[tuple]:
     ]
 
 
-def test_strangers_cost_nothing(crew):
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_strangers_cost_nothing(crew, seed):
     rng, workers = random.Random(seed), crew(2)
     for step in (3, 4):
         workers.step(step)
@@ -287,10 +284,7 @@ def hold(folder: str, network: str) -> None:
 
 
 def address_in(folder) -> str:
-    deadline = time.monotonic() + 180
-    while not (folder / "address").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually((folder / "address").exists)
     return (folder / "address").read_text()
 
 
@@ -332,10 +326,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_a_sound_copy(ranks, networks):
     for _ in range(4):
         server.stock.copies(0).close()
         handle = ranks.start(send_for_ever, 1, server.address, networks.text(0), init=False)
-        deadline = time.monotonic() + 180
-        while snaps.holdings().copies.get(0, [0])[-1] < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        eventually(lambda: snaps.holdings().copies.get(0, [0])[-1] >= 2, pause_s=0.001)
         time.sleep(rng.random() * 0.02)
         handle.kill(0)
         handle.wait(timeout=180)

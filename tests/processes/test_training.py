@@ -11,11 +11,6 @@ from ft.base.errors import ENDED_EARLY
 from megatron.ft_trainer import exits
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def flags(corpus: str, folder: Path, name: str, extra: str = "") -> str:
     return f"{runs.BASE} --data-path {corpus} --metrics-file {folder / name}.jsonl {extra}"
 

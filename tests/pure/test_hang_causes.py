@@ -3,7 +3,6 @@
 One small case for each kind of cause is in ``conversations/hang``.
 """
 
-import random
 import sys
 from dataclasses import replace
 
@@ -126,10 +125,8 @@ def test_a_step_that_is_shorter_than_the_one_before_has_left_out_its_end():
     assert missing_end(sequence("abc"), sequence("ab"), []) is None, "the step has not ended yet"
 
 
-def test_injected_hangs_and_slow_downs_are_named():
-    first = random.SystemRandom().randrange(1 << 30)
-    print(f"seeds {first} to {first + 149}")
-    cases = [one for one in map(case, range(first, first + 150)) if one is not None and one.fault != "slow link"]
+def test_injected_hangs_and_slow_downs_are_named(seed):
+    cases = [one for one in map(case, range(seed, seed + 150)) if one is not None and one.fault != "slow link"]
     tally = count(cases)["all"]
     assert tally.cases > 60 and len(tally.misses) <= 0.03 * tally.cases, tally.misses
 

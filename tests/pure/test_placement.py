@@ -117,7 +117,6 @@ def test_regular_clusters_are_placed_perfectly(k):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_clusters_against_all_placements_there_are(seed):
-    print("seed", seed)
     dice = random.Random(seed)
     size = dice.randint(3, 5)
     nodes = dice.randint(2, size)
@@ -159,7 +158,6 @@ def least_possible(where, k) -> tuple[int, int]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_order_in_which_things_are_told_changes_nothing(seed):
-    print("seed", seed)
     dice = random.Random(seed)
     where, groups = grid(dice.choice([1, 2]), 4, dice.choice([1, 2]), dice.choice([2, 3, 4]), dice.choice([1, 2]))
     expected = place(where, groups, 2)
@@ -173,7 +171,6 @@ def test_the_order_in_which_things_are_told_changes_nothing(seed):
 def test_after_a_swap_the_domains_hold_again_and_no_more_moves_than_has_to(seed):
     """Where the lost node's copies alone can be put elsewhere, nothing else moves; nothing that is right ever does
     when the new node stands where the old one stood."""
-    print("seed", seed)
     dice = random.Random(seed)
     gpus, racks, k = dice.choice([1, 2]), dice.choice([3, 4]), dice.choice([1, 2])
     where, groups = grid(1, gpus * racks * 2, 1, gpus, nodes_per_rack=2)
