@@ -217,6 +217,7 @@ def train_twice(given: str) -> dict:
     return told
 
 
+@pytest.mark.newest
 def test_one_flip_makes_all_ranks_take_the_step_again(ranks, corpus, tmp_path):
     base = (
         f"{runs.BASE} --data-path {corpus} --train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 {RECOMPUTED} "

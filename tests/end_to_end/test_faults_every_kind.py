@@ -7,9 +7,10 @@ from ft_runs import flags, ft_run
 from pythons import python
 from test_hot_swap_nodes import Node
 
-from ft.base.errors import ENDED_EARLY, NOT_SAVED
+from ft.base.errors import ENDED_EARLY
 from ft.faults.table import HARMLESS, IN_PLACE, REPLACED, RESTARTED, TABLE, UNNOTICED
 from ft.faults.verdict import of_error
+from ft.observe.report.record import load
 from ft.platform.network import free_port
 from ft.record.recoveries import recoveries
 
@@ -49,20 +50,14 @@ def check(row, recovery, done) -> None:
     assert recovery.signal in (row.sign.signal, *row.seldom), f"{row.name}\n{done.explain()}"
 
 
-def test_what_a_full_disk_leads_to_is_said(corpus, tmp_path):
-    saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 4"
-    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), options="--inject disk-full@step=6:rank=2:for=300s")
-    assert done.code == NOT_SAVED, done.explain()
-    assert "FAILED: rank 2: " in done.output and "too big" in done.output, done.explain()
-    assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == ["iter_0000004"]
-
-
 def test_a_stray_sigterm_saves_and_ends_the_run(corpus, tmp_path):
     saving = f"{LAYOUT} --save {tmp_path}/save"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 2000), options="--inject terminate@step=8:rank=1")
     assert done.code == ENDED_EARLY, done.explain()
     assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
-    assert len(done.losses) < 2000
+    last = len(done.losses)
+    assert last < 2000 and [event.step for event in done.named("saved")] == [last], done.explain()
+    assert load(done.folder).state == f"ended early (SIGTERM) at {last} of 2000"
 
 
 def test_a_node_with_other_flags_is_found_before_training(corpus, tmp_path):

@@ -250,13 +250,8 @@ def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp
         check(options, 1, has_te=False, replicas=2)
 
 
-def test_standbys_of_replicas_without_hot_swap_are_refused(corpus, tmp_path):
-    done = train(tmp_path / "run", replica_runs.flags(corpus, "", 4), replicas=2, nproc=2, options="--standby 1")
-    assert done.code == 2 and "only with --ft-hot-swap" in done.output, done.explain()
-
-
 @pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
-@pytest.mark.parametrize(("hot_swap", "nproc"), [("", 2), ("--ft-hot-swap", 4)])
+@pytest.mark.parametrize(("hot_swap", "nproc"), [("", 2), pytest.param("--ft-hot-swap", 4, marks=LONG)])
 def test_the_last_checkpoint_of_replicas_that_cannot_be_saved(small_disk, hot_swap, nproc, corpus, tmp_path):
     saving = f"{hot_swap} --save {small_disk} --save-interval 4"
     done = train(tmp_path / "run", replica_runs.flags(corpus, saving, 6, 8), replicas=2, nproc=nproc)

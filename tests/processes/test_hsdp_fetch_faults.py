@@ -24,11 +24,10 @@ from proxies import Proxy
 from waiting import eventually
 
 from ft.net import listener as door
-from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
+from ft.net.framed import HEAD_BYTES
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
-from ft.net.streams import TcpNetwork
 from ft.state.fetch import BadState, FetchRefused, StateServer, fetch
-from ft.state.transfer.server import ASK, CHUNK_KIND, DONE, PURPOSE, RANGE, STATE, WORDS
+from ft.state.transfer.server import ASK, PURPOSE, RANGE, WORDS
 
 HEADS = 4096
 """Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""
@@ -353,57 +352,6 @@ def test_a_slow_stranger_is_shown_the_door(closing, monkeypatch):
                 time.sleep(0.02)
         with contextlib.suppress(ConnectionError):
             assert len(b"".join(iter(lambda: stranger.recv(1 << 16), b""))) <= GREETING_BYTES
-
-
-@pytest.mark.parametrize(("kind", "within"), [(DONE, 30), (CHUNK_KIND, 4), (CHUNK_KIND, 50), (STATE, 200)])
-def test_a_frame_that_was_forged_is_none(closing, kind, within):
-    """``within``: number of the changed byte in the frame; in the head, or in the table of the state."""
-    live = state(23, 0.01)
-    source = serving(closing, live)
-
-    def forge(data: bytes, before: int) -> bytes:
-        at = data.find(kind) + within
-        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if within <= at < len(data) else data
-
-    with pytest.raises(BadState, match="does not fit"):
-        get([opened(closing, Proxy(source.address, forge))], blank(live))
-
-
-def test_a_source_has_to_prove_that_it_is_of_the_run(closing, monkeypatch):
-    """As one that takes everybody for a member, and serves with a proof that is made with another token."""
-    right = Party.open
-    monkeypatch.setattr(
-        Party, "open", lambda party, *said: right(party, *said) if party.is_dialer else said[1][:-PROOF_BYTES]
-    )
-    live = state(24, 0.1)
-    foreign = opened(closing, StateServer("127.0.0.1", "another token"))
-    foreign.offer(STEP, LINEAGE, live, {})
-    with pytest.raises(FetchRefused, match="does not prove that it is a member of this run"):
-        get([foreign], blank(live))
-
-
-def test_what_a_member_has_said_is_of_no_use_on_another_connection(closing):
-    live = state(21, 0.1)
-    source = serving(closing, live)
-    said: list[bytes] = []
-    get([opened(closing, Proxy(source.address, asks=lambda data, before: said.append(data) or data))], blank(live))
-    recorded = b"".join(said)
-    with _connected(source) as stranger:
-        with contextlib.suppress(OSError):  # the source may have closed the connection already
-            stranger.sendall(recorded)
-            stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionError):
-            answer = b"".join(iter(lambda: stranger.recv(1 << 16), b""))
-            assert answer[GREETING_BYTES:] == bytes(PROOF_BYTES)
-    assert TOKEN.encode() not in recorded
-    channel = FramedChannel(TcpNetwork("").dial(source.address, WAIT_S), WAIT_S)
-    channel.dial(TOKEN, PURPOSE, WAIT_S)
-    channel.send(WORDS, Mark(-1, STEP, LINEAGE))
-    assert channel.receive().kind == STATE
-    channel.write([recorded[GREETING_BYTES + PROOF_BYTES :]])
-    with pytest.raises(ConnectionError):
-        channel.receive()
-    channel.close()
 
 
 GREETING = Party("a guess", PURPOSE, is_dialer=False).greeting()
