@@ -4,7 +4,7 @@
 exception in the calling thread, or block or corrupt the training step there, so the injector carries them out on the
 training thread only. Resources are exhausted by lowering the process's own limits, so that the kernel refuses further
 allocations. Faults of messages are filters that replace a message to be sent: a frame is a chunk of a snapshot on its
-way to a peer (``ft.state.transfer.push.Sender.disturb``), a report is a message of a worker to its agent
+way to a peer (``ft.state.transfer.Sender.disturb``), a report is a message of a worker to its agent
 (``ft.job.agent.link.Link.disturb``).
 """
 

@@ -21,8 +21,8 @@ from ft.state.groups import Group, registry
 from ft.state.groups import work as group_work
 from ft.state.groups.backends import MOST_IN_MESH
 from ft.state.groups.local import Local
+from ft.state.groups.registry import check_torch
 from ft.state.groups.state import EpochState
-from ft.state.groups.torch_hook import check_torch
 
 RELEASE_LIMIT_S = 5.0
 

@@ -27,7 +27,7 @@ from ft.net import listener as door
 from ft.net.framed import HEAD_BYTES
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.state.fetch import BadState, FetchRefused, StateServer, fetch
-from ft.state.transfer.server import ASK, PURPOSE, RANGE, WORDS
+from ft.state.transfer import ASK, PURPOSE, RANGE, WORDS
 
 HEADS = 4096
 """Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""

@@ -18,7 +18,7 @@ from ft.base.errors import UserError
 from ft.job.agent import mpirun
 from ft.net import mpi_relay, streams
 from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, RelayStream, pack, unpack
-from ft.state.transfer.push import PeerLost
+from ft.state.transfer import PeerLost
 
 # --- without MPI ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from ft.state.snapshot.buffers import Slot, SlotPart
 from ft.state.snapshot.copier import Copier, CopyPlan, Progress, device_of, tables_of, write_back
 from ft.state.snapshot.state import OWNED, REPLICATED, RankState, Sections, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
-from ft.state.transfer.push import Cancelled, Outgoing, PeerLost
+from ft.state.transfer import Cancelled, Outgoing, PeerLost
 
 
 @dataclass

@@ -11,7 +11,7 @@ Messages overlap with computation: a stage goes on while a batch of messages is 
 it needs a tensor from it, or before it posts the next batch. The order of batches and units is that of the program, and
 a stage only waits later than the program does. Therefore a program that cannot deadlock with immediate waits cannot
 deadlock here, because the messages of a batch proceed together: gloo buffers them, and over NCCL
-``batch_isend_irecv`` launches them as one (``ft.state.groups.torch_hook``).
+``batch_isend_irecv`` launches them as one (``ft.state.groups.registry``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
