@@ -3,11 +3,11 @@
 One small case for each kind of cause is in ``conversations/hang``.
 """
 
-import sys
 from dataclasses import replace
 
 import pytest
 from large_looks import FAULTS, large_look
+from lines_run import lines_run
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose
@@ -134,30 +134,13 @@ def test_injected_hangs_and_slow_downs_are_named(seed):
 # --- large runs -------------------------------------------------------------------------------------------------------
 
 
-def lines_run(look) -> int:
-    """Return how many lines of Python the search runs; each round of a loop counts."""
-    over_time([look])  # what Python does once only, such as imports, is done
-    found, before = 0, sys.gettrace()
-
-    def trace(frame, event, argument):
-        nonlocal found
-        found += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        over_time([look])
-    finally:
-        sys.settrace(before)
-    return found
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     "layout", [Layout(tp=4, pp=4, dp=2, vpp=2), Layout(tp=2, cp=2, pp=2, dp=4, ep=2), Layout(dp=32)], ids=str
 )
 def test_the_search_grows_in_proportion_to_the_ranks(layout, fault):
-    small, large = (lines_run(large_look(replace(layout, dp=layout.dp * factor), fault)) for factor in (2, 8))
+    found = [large_look(replace(layout, dp=layout.dp * factor), fault) for factor in (2, 8)]
+    small, large = (lines_run(lambda look=look: over_time([look])) for look in found)
     assert large < 1.25 * 4 * small, f"{large / small:.1f} times the lines for 4 times the ranks"
 
 
