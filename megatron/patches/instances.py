@@ -10,8 +10,8 @@ from typing import Any
 SEAMS = {
     "optimizer.step": "layers of protections run before and after the update (ft.protection.stack)",
     "config.finalize_model_grads_func": (
-        "planned faults in the gradient reduction (ft.protection.injection), tokens of all replicas "
-        "(ft.systems.hsdp.components), sums over both copies of embedding and output layer "
+        "planned faults in the gradient reduction (ft.protection.injection), tokens of all replicas, and FSDP2's "
+        "gradients (ft.systems.hsdp.components), sums over both copies of embedding and output layer "
         "(ft.systems.checkfree.plus.pipeline)"
     ),
 }
