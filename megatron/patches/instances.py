@@ -12,7 +12,7 @@ SEAMS = {
     "config.finalize_model_grads_func": (
         "planned faults in the gradient reduction (ft.protection.injection), tokens of all replicas, and FSDP2's "
         "gradients (ft.systems.hsdp.components), sums over both copies of embedding and output layer "
-        "(ft.systems.checkfree.plus.pipeline)"
+        "(ft.systems.checkfree.plus)"
     ),
 }
 """Attribute -> what is wrapped around it."""

@@ -12,7 +12,7 @@ from wire_capture import Recording, forms, found_in, need_root
 
 from ft.job.quorum.values import PURPOSE as QUORUM
 from ft.net.store import PURPOSE as STORE
-from ft.state.transfer.server import PURPOSE as TRANSFER
+from ft.state.transfer import PURPOSE as TRANSFER
 from ft.systems.hsdp.ring.connect import PURPOSE as RING
 
 TOKEN = "0123456789abcdef" * 4

@@ -20,8 +20,8 @@ from ft.net.store import StoreServer
 from ft.state.groups import Group
 from ft.state.groups import work as group_work
 from ft.state.groups.local import Local
+from ft.state.groups.registry import check_torch
 from ft.state.groups.state import EpochState
-from ft.state.groups.torch_hook import check_torch
 
 RELEASE_LIMIT_S = 5.0
 

@@ -15,8 +15,7 @@ from ft.state.fetch import BadState, FetchRefused, StateServer, fetch, fetch_env
 from ft.state.fetch.client import failure
 from ft.state.fetch.server import Offer
 from ft.state.layout import FlatState, table_of
-from ft.state.transfer.pull import Bad, Gone, Lost
-from ft.state.transfer.server import Withdrawn
+from ft.state.transfer import Bad, Gone, Lost, Withdrawn
 
 MARK = Mark(0, STEP, LINEAGE)
 

@@ -29,7 +29,7 @@ from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.net.streams import TcpNetwork
 from ft.state.fetch import BadState, FetchRefused, StateServer, fetch
-from ft.state.transfer.server import ASK, CHUNK_KIND, DONE, PURPOSE, RANGE, STATE, WORDS
+from ft.state.transfer import ASK, CHUNK_KIND, DONE, PURPOSE, RANGE, STATE, WORDS
 
 HEADS = 4096
 """Bytes by which a connection has surely begun to carry the state: more than all heads and the table."""

@@ -8,9 +8,9 @@ from snapshot_crew import set_to, state
 
 from ft.base.errors import EpochClosed
 from ft.job.parts import Source
+from ft.state import transfer
 from ft.state.snapshot import Snapshots, SnapshotServer
 from ft.state.snapshot.buffers import Spare
-from ft.state.transfer import pull
 
 
 class Successor:
@@ -103,17 +103,17 @@ def test_a_damaged_copy_is_left_for_that_of_the_next_holder(workers, successor):
 
 
 def test_nobody_waits_for_a_holder_that_does_not_answer(workers, successor, monkeypatch):
-    asked, offer = threading.Event(), pull.OpenSource.offer
+    asked, offer = threading.Event(), transfer.OpenSource.offer
 
     def silent(source, wanted, section=""):
         if source.address == workers.addresses[1]:
             asked.set()
             while source._cut is None:
                 time.sleep(0.01)
-            raise pull.Lost(source._cut)
+            raise transfer.Lost(source._cut)
         return offer(source, wanted, section)
 
-    monkeypatch.setattr(pull.OpenSource, "offer", silent)
+    monkeypatch.setattr(transfer.OpenSource, "offer", silent)
     joiner = successor()
     assert asked.wait(20)
     assert joiner.restore(6, holder=2) == "copy:2" and joiner.is_at(6)
@@ -126,9 +126,9 @@ def test_the_end_of_the_epoch_ends_the_fetch_too(workers, successor, monkeypatch
         begun.set()
         while source._cut is None:
             time.sleep(0.01)
-        raise pull.Lost(source._cut)
+        raise transfer.Lost(source._cut)
 
-    monkeypatch.setattr(pull.OpenSource, "receive", slow)
+    monkeypatch.setattr(transfer.OpenSource, "receive", slow)
     joiner = successor()
     assert begun.wait(20)
     joiner.snaps.interrupt(1, "a fault")

@@ -12,7 +12,7 @@ from ft.state.snapshot import Snapshots, SnapshotServer
 from ft.state.snapshot.buffers import SlotPart
 from ft.state.snapshot.copier import Progress
 from ft.state.snapshot.state import OWNED
-from ft.state.transfer.server import NotHeld
+from ft.state.transfer import NotHeld
 
 stop = Progress.stop
 

@@ -21,8 +21,7 @@ from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
 from ft.state.layout import Table
 from ft.state.snapshot import Snapshots, SnapshotServer
-from ft.state.transfer.push import PeerLost
-from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, PUSH, RANGE, REFUSED, WORDS
+from ft.state.transfer import ASK, NOT_HELD, PURPOSE, PUSH, RANGE, REFUSED, WORDS, PeerLost
 
 
 def test_a_byte_flipped_in_transit_is_sent_again(crew):

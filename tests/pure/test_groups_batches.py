@@ -17,9 +17,9 @@ patches.apply()
 from ft.base.errors import RecoverableError
 from ft.state.groups import group as groups
 from ft.state.groups.group import Group
+from ft.state.groups.registry import together
 from ft.state.groups.state import EpochState
-from ft.state.groups.torch_hook import together
-from ft.systems.checkfree.plus.pipeline import Iteration
+from ft.systems.checkfree.plus import Iteration
 from ft.systems.schedule.kinds import _passes, half_swapped
 from ft.systems.schedule.program import beside_units
 from megatron.core.enums import ModelType

@@ -18,7 +18,7 @@ from ft.job.control.repairs import RebuildPlan, plan_rebuild  # noqa: E402
 from ft.job.parts import GroupReport  # noqa: E402
 from ft.net.codec import Numbers  # noqa: E402
 from ft.state.groups.backends import connections  # noqa: E402
-from ft.state.groups.torch_hook import BACKEND, take_over  # noqa: E402
+from ft.state.groups.registry import BACKEND, take_over  # noqa: E402
 from ft.state.groups.tree import Tree  # noqa: E402
 
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"

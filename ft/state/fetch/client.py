@@ -19,7 +19,7 @@ from ft.net.streams import TcpNetwork
 from ft.state.fetch import shares
 from ft.state.fetch.shares import Piece
 from ft.state.layout import FlatState
-from ft.state.transfer.pull import Bad, Damaged, Gone, Lost, OpenSource
+from ft.state.transfer import Bad, Damaged, Gone, Lost, OpenSource
 
 
 class FetchRefused(RecoverableError):

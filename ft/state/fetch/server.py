@@ -24,7 +24,7 @@ from ft.net.framed import FramedChannel, Mark, checksum
 from ft.net.streams import TcpNetwork
 from ft.state import device as devices
 from ft.state.layout import FlatState, Table, table_of
-from ft.state.transfer.server import Held, Holder, NotHeld, Visit, Withdrawn, serve
+from ft.state.transfer import Held, Holder, NotHeld, Visit, Withdrawn, serve
 
 Tensors = Mapping[str, torch.Tensor]
 ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]

@@ -1,12 +1,21 @@
-"""``Groups``: all process groups of one worker, with the operations that a recovery needs: close, rebuild, reopen.
+"""``Groups``: all process groups of one worker, with the operations that a recovery needs: close, rebuild, reopen; and
+how ``torch.distributed`` is made to create its process groups through it.
 
-An epoch is a version of the assignment of workers (training processes) to logical ranks. After a failure, a recovery
-closes the epoch, which aborts all collectives, rebuilds the affected groups and opens the next epoch (DEADPOOL, section
-VI-D).
+After a failure, a recovery closes the epoch, which aborts all collectives, rebuilds the affected groups and opens the
+next epoch (DEADPOOL, section VI-D).
+
+The default group of torch is of the backend ``ft``, which ``take_over`` registers. torch hands some later groups to a
+method of the default group, but only from release 2.13 on, and there without the backend that the program asked for. So
+``take_over`` wraps the function through which every release creates every group, ``_new_process_group_helper``: if the
+default group has a ``maker`` (:class:`Groups`), the maker creates the later groups too, and torch keeps its own records
+of them. It wraps ``batch_isend_irecv`` too. Before release 2.14, torch launches messages together only in a group whose
+type is exactly its own; from then on it asks the group for its backend, which a group without connections lacks.
 """
 
+import functools
 import gc
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -22,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ft.base.errors import EpochClosed, FtError
+from ft.base.errors import EpochClosed, FtError, UserError
 from ft.faults.hang.look import Departure, Operation, operation_name
 from ft.job.control.timeouts import Timeouts
 from ft.job.parts import GroupReport
@@ -43,7 +52,6 @@ from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
 from ft.state.groups.history import History, StartedOperation
 from ft.state.groups.state import EpochState
-from ft.state.groups.torch_hook import BACKEND, take_over
 from ft.state.groups.work import GroupWork, Opaque, SentMessage
 
 _DEFAULT_TIMEOUT_S = 1800.0
@@ -124,7 +132,7 @@ class Groups:
             world_size: number of logical ranks.
             device_backend: "gloo", or "nccl" (gloo is then connected as well when a tensor in host memory is used).
             alone: whether this worker joins a running job. Then no group is connected before ``rebuild``, and until
-                then operations complete locally (``ft.state.groups.local``).
+                then operations complete locally (``ft.state.groups.group``).
             on_failure: function (group name, error), called in the thread of an operation that failed in an open epoch.
                 It reports the failure, and returns when the epoch is closed or after a timeout.
             epoch: number of the present epoch.
@@ -479,3 +487,88 @@ def _beside(work: GroupWork, is_awaited: bool) -> Operation:
     age_s = round(time.monotonic() - work.began, 3)
     name, group = operation_name(work.operation), work.group.label
     return Operation(group, name, work.sequence, awaited=is_awaited, age_s=age_s)
+
+
+# --- the default group of torch ---------------------------------------------------------------------------------------
+
+
+BACKEND = "ft"
+_HELPER = "_new_process_group_helper"
+_NEEDED = ("global_ranks_in_group", "backend", "group_name", "backend_options", "timeout", "group_desc")
+
+
+def take_over() -> None:
+    """Register the backend ``ft``, and wrap torch's function for process groups. Further calls do nothing.
+
+    ``pg_options`` of ``init_process_group`` is then a function that creates the default group from torch's description
+    of it (size, rank, timeout and name).
+
+    Raises:
+        UserError: this release of torch creates process groups in another way.
+    """
+    check_torch()
+    if BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(
+        BACKEND, lambda options, make: make(options), extended_api=True, devices=["cpu", "cuda"]
+    )
+    # torch's flight recorder (2.15) must leave the recording to the gloo and NCCL backends below a group: it would
+    # attach itself to the group, and ask for the name of a backend that is registered on the group; none is.
+    recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recorded is not None:
+        recorded.add(BACKEND)
+    setattr(dist.distributed_c10d, _HELPER, _through_maker(getattr(dist.distributed_c10d, _HELPER)))
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = together(dist.batch_isend_irecv)
+
+
+def together(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``batch_isend_irecv`` such that a group of this project starts its messages itself."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
+        group: Any = p2p_op_list[0].group or dist.group.WORLD
+        works: list[dist.Work] = (group.exchange if hasattr(group, "maker") else original)(p2p_op_list)
+        return works
+
+    return batch_isend_irecv
+
+
+def check_torch() -> None:
+    """Check that this release of torch creates process groups in the way that ``take_over`` changes.
+
+    Raises:
+        UserError: it does not.
+    """
+    helper = getattr(dist.distributed_c10d, _HELPER, None)
+    known = inspect.signature(helper).parameters if helper is not None else {}
+    missing = [name for name in _NEEDED if name not in known]
+    if missing:
+        raise UserError(
+            f"torch {torch.__version__} has no {_HELPER} with {', '.join(missing)}: hot-swap needs it",
+            "install torch 2.8 or newer, or leave --ft-hot-swap out",
+        )
+
+
+def _through_maker(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        world = dist.distributed_c10d._world
+        given = signature.bind(*args, **kwargs).arguments
+        maker: Groups | None = getattr(world.default_pg, "maker", None)
+        ranks = given["global_ranks_in_group"]
+        if maker is None or not ranks:  # torch gives no ranks for the default group
+            return original(*args, **kwargs)
+        backend = given["backend"]
+        about = given.get("timeout"), given["group_name"], given.get("group_desc"), str(backend)
+        group = maker.new_group(list(ranks), *about, given.get("backend_options"))
+        given["backend"], given["backend_options"] = dist.Backend(BACKEND), lambda options: group
+        made, store = original(**given)
+        if group is not None:
+            # Programs query a group's backend, and pass its name to ``new_group``.
+            world.pg_map[made] = (backend, world.pg_map[made][1])
+        return made, store
+
+    return helper

@@ -1,5 +1,5 @@
-"""Moves snapshots of training state between workers (training processes), over TCP or another
-:class:`ft.net.streams.Network`, and holds those of one worker.
+"""Moves snapshots of training state between workers, over TCP or another :class:`ft.net.streams.Network`, and holds
+those of one worker.
 
 A worker holds its own snapshots, and copies of the snapshots of other ranks, the owners (peer copies). A snapshot's
 tensors are in two sections, OWNED (tensors that no other rank has) and REPLICATED (tensors that all data-parallel peers
@@ -7,9 +7,8 @@ have); its envelope contains everything else. A peer copy consists of the sectio
 the rank, step and epoch of a snapshot.
 
 Every worker runs a server (:mod:`ft.state.transfer`), which stores the snapshots that peers push and gives out the
-snapshots that it holds. For each peer that a worker sends snapshots to, it has one
-:class:`ft.state.transfer.push.Sender`. An epoch is a version of the assignment of workers to logical ranks; a failure
-closes it. The transport
+snapshots that it holds. For each peer that a worker sends snapshots to, it has one :class:`ft.state.transfer.Sender`.
+The transport
 
 * owns no buffers: the buffers belong to the store (:class:`CopyStore`), and are allocated once;
 * commits a copy only when every chunk has arrived with the right checksum, so that a transfer that ends in any other
@@ -29,13 +28,127 @@ from ft.base.errors import FallbackError
 from ft.job.parts import Holdings
 from ft.net.framed import FramedChannel, Mark
 from ft.net.streams import Network, TcpNetwork
+from ft.state import transfer
 from ft.state.layout import StateMemory, Table
-from ft.state.snapshot.ahead import Ahead
 from ft.state.snapshot.buffers import PingPong, Slot, SlotPart, Status
 from ft.state.snapshot.state import OWNED, REPLICATED
-from ft.state.transfer import pull
-from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender
-from ft.state.transfer.server import Arrival, Disturb, Held, Holder, NotHeld, TransferRefused, Withdrawn, serve
+from ft.state.transfer import (
+    CONNECT_S,
+    Arrival,
+    Cancelled,
+    Disturb,
+    Held,
+    Holder,
+    NotHeld,
+    Outgoing,
+    PeerLost,
+    Sender,
+    TransferRefused,
+    Withdrawn,
+    serve,
+)
+
+_EMPTY = Table((), 0)
+
+
+class Ahead:
+    """Fetches the state of a lost worker while its successor is being built (DEADPOOL, section VI-E).
+
+    It has a thread of its own. Only one thread may call the methods, except :meth:`cut`.
+
+    A worker that takes over a logical rank builds its model, and survivors leave their operations, before the control
+    plane can decide from which step all go on. Nearly always it is the newest step of which a holder has a copy of the
+    lost worker's snapshot. So that copy is fetched at once; if another step or another kind of recovery is decided on,
+    it is dropped.
+
+    Args:
+        rank: logical rank of the lost worker.
+        holders: logical rank of a worker that may have a copy -> address of its server. They are tried in this order.
+        connection: function that returns a new connection to the server at an address.
+        own: snapshots of this process; its spare memory is used, and its slots are left alone until :meth:`take`.
+        connect_s: longest time for a connection, in seconds.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        holders: Mapping[int, str],
+        connection: Callable[[str], transfer.OpenSource],
+        own: PingPong,
+        connect_s: float,
+    ):
+        self._rank, self._holders, self._own, self._connect_s = rank, holders, own, connect_s
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._holder, self._step = -1, -1
+        self._source: transfer.OpenSource | None = None
+        self._is_cut = False
+        self._slot: Slot | None = None
+        self._thread = threading.Thread(target=self._fetch, name="ft-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, tables: Mapping[str, Table], step: int, holder: int) -> tuple[Slot, int] | None:
+        """End the fetch, and return its slot if that has the snapshot of ``step``.
+
+        Wait for a fetch under way, unless it is of another step or from another worker than ``holder``, which the
+        control plane has found to be alive.
+
+        Args:
+            tables: layouts of the sections of this worker's state.
+            step: step that is restored.
+            holder: logical rank of the worker whose snapshots would be used otherwise; the lost worker's rank if they
+                were inherited.
+
+        Returns:
+            (the slot, the logical rank of the worker that it came from), or None.
+        """
+        with self._lock:
+            useless = self._slot is None and (self._holder != holder or self._step not in (-1, step))
+        if useless:
+            self.cut()
+        self._thread.join()
+        slot, self._slot = self._slot, None
+        if slot is None or holder == self._rank or slot.step != step or not slot.fits(tables):
+            return None
+        self._own.adopt(slot)
+        return slot, self._holder
+
+    def cut(self) -> None:
+        """End the fetch soon. Safe from any thread."""
+        with self._lock:
+            self._is_cut = True
+            source = self._source
+        if source is not None:
+            source.cut("the copy is not needed")
+
+    def _fetch(self) -> None:
+        for holder, address in self._holders.items():
+            source = self._connection(address)
+            with self._lock:
+                if self._is_cut:
+                    return
+                self._holder, self._step, self._source = holder, -1, source
+            try:
+                source.open(self._connect_s)
+                slot = self._fetch_from(source)
+            except (transfer.Gone, transfer.Bad, transfer.Lost):
+                continue
+            finally:
+                source.close()
+            with self._lock:
+                self._slot = slot
+            return
+
+    def _fetch_from(self, source: transfer.OpenSource) -> Slot:
+        mark, table, envelope = source.offer(Mark(self._rank), OWNED)
+        with self._lock:
+            self._step = mark.step
+        slot = Slot(step=mark.step, epoch=mark.epoch, owner=-1)
+        spare, self._own.spare = self._own.spare, None
+        slot.fit({OWNED: table, REPLICATED: _EMPTY}, False, spare)
+        slot.set_meta(envelope)
+        source.receive(range(table.nbytes), slot.parts[OWNED])
+        return slot
 
 
 class CopyStore:
@@ -200,7 +313,7 @@ class SnapshotServer(Holder):
         self.lock = threading.Lock()
         self._addresses: dict[int, str] = {}
         self._senders: dict[int, Sender] = {}
-        self._fetching: tuple[int, pull.OpenSource] | None = None
+        self._fetching: tuple[int, transfer.OpenSource] | None = None
         self._ahead: tuple[int, Ahead] | None = None
         self._is_closed = False
         self._listener = serve(self._network, token, self, patience_s=patience_s, name="ft-snapshot")
@@ -222,7 +335,7 @@ class SnapshotServer(Holder):
 
         If the connection is lost, the transfer is repeated over a new one, a few times. ``ended`` is called once, from
         any thread: with None when the peer has verified and committed the copy, otherwise with the exception
-        (:class:`ft.state.transfer.push.PeerLost` or :class:`ft.state.transfer.push.Cancelled`).
+        (:class:`ft.state.transfer.PeerLost` or :class:`ft.state.transfer.Cancelled`).
         """
         with self.lock:
             address = self._addresses.get(peer)
@@ -275,12 +388,12 @@ class SnapshotServer(Holder):
                 envelope = source.state(wanted, part.table, section)
                 source.receive(range(part.table.nbytes), part)
                 return envelope
-            except (pull.Gone, pull.Bad) as error:
+            except (transfer.Gone, transfer.Bad) as error:
                 whose = f"logical rank {holder}'s copy of rank {wanted.rank}'s step {wanted.step}"
                 raise FallbackError(f"{whose}: {error}") from error
-            except pull.Lost as error:
+            except transfer.Lost as error:
                 self._check_open(epoch)
-                if isinstance(error, pull.Silent):
+                if isinstance(error, transfer.Silent):
                     raise PeerLost(f"{whom} {error}") from error
                 problem = error
             finally:
@@ -300,7 +413,7 @@ class SnapshotServer(Holder):
         self._ahead = epoch, Ahead(rank, holders, self._connection, self.stock.own, connect_s)
 
     def take_ahead(self, tables: Mapping[str, Table], step: int, holder: int) -> tuple[Slot, int] | None:
-        """End :meth:`fetch_ahead`, and return what it has fetched: see :meth:`ft.state.snapshot.ahead.Ahead.take`."""
+        """End :meth:`fetch_ahead`, and return what it has fetched: see :meth:`Ahead.take`."""
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead[1].take(tables, step, holder)
 
@@ -310,13 +423,13 @@ class SnapshotServer(Holder):
         Raises:
             ConnectionError: there is no answer within ``patience_s`` seconds, or not the right one.
         """
-        source = pull.OpenSource(self._network, self.address, self._token, patience_s)
+        source = transfer.OpenSource(self._network, self.address, self._token, patience_s)
         try:
             source.open(patience_s)
             source.envelope(Mark(step=_NO_STEP))
-        except pull.Gone:
+        except transfer.Gone:
             return
-        except (pull.Lost, pull.Bad) as error:
+        except (transfer.Lost, transfer.Bad) as error:
             raise ConnectionError(f"{self.address} {error}") from error
         finally:
             source.close()
@@ -378,8 +491,8 @@ class SnapshotServer(Holder):
             raise
         return arrival
 
-    def _connection(self, address: str) -> pull.OpenSource:
-        return pull.OpenSource(self._network, address, self._token, self._patience)
+    def _connection(self, address: str) -> transfer.OpenSource:
+        return transfer.OpenSource(self._network, address, self._token, self._patience)
 
     def _known_table(self, owner: int, encoded: bytes) -> Table:
         newest = self.stock.copies(owner).find()

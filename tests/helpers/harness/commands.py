@@ -96,7 +96,7 @@ def _become(descriptors: Mapping[int, int], env: Mapping[str, str], cwd: str | N
     """
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGCHLD, signal.SIGTERM):
+    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     above = max(*descriptors.values(), *descriptors) + 1
