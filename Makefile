@@ -25,4 +25,5 @@ bench:   ## the benches whose ratios may not get worse
 	  for bench in recovery protection ftar hsdp_recovery step_time; do python tools/bench/$$bench.py || exit; done'
 
 docs:    ## the pages of docs/ and of the public interface, as a site in build/site
-	bash -c '. tools/environment.sh && prepare_environment docs && python -m mkdocs build --strict'
+	bash -c '. tools/environment.sh && prepare_environment docs && mkdir -p build/pages && \
+	  python -m mkdocs build --strict'

@@ -18,7 +18,6 @@ from ft.commands import checkouts, protection
 from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import options
 from ft.job.agent.membership import claim_name
-from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
 from ft.job.agent.start import make_run_dir
 from ft.job.quorum.values import parse_where
@@ -31,7 +30,7 @@ from ft.job.replicas.places import LauncherPart, devices_of, parts_of
 from ft.job.replicas.stand_in import LauncherPlace, Lookout
 from ft.platform import election, network, slurm
 from ft.platform.election import QUORUM
-from ft.platform.slurm import SlurmJob
+from ft.platform.slurm import Job
 from ft.platform.supervisor import Supervisor
 from ft.systems.spare import placement
 from ft.systems.spare.ruler import ruler
@@ -42,7 +41,7 @@ _RESTARTS = 1000
 """Default number of warm restarts of each replica: a long run has many, and none delays the other replicas."""
 
 
-def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
+def main(given: argparse.Namespace, job: Job | None) -> NoReturn:
     """Run the launcher of this node, and end the process with the run's exit code.
 
     Exit codes: 0 if the run has finished, 2 for bad input, 76 if it has finished, but --inject-strict asks for faults
@@ -94,7 +93,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
 
 
 def prepare(
-    given: argparse.Namespace, job: MpiJob | SlurmJob | None
+    given: argparse.Namespace, job: Job | None
 ) -> tuple[Replicas, RunOptions, list[LauncherPart], dict[int, list[inject.Fault]], RunProtection]:
     """Return the replica settings, the run's options, this node's parts, the faults by replica, and the protection.
 

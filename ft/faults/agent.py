@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import psutil
 
 from ft.base import bounded_json
 from ft.base.errors import UserError
-from ft.faults.faults import Alarm, Fault, FaultTimer
+from ft.faults.faults import Fault, FaultTimer
 from ft.platform import election
 
 _NET_ADMIN = 12
@@ -132,12 +131,6 @@ class AgentInjector(FaultTimer):
         if any(fault.kind == "partition" for fault in self._mine):
             check_allowed()
 
-    def begin(self, began: float | None = None) -> None:
-        """Start the timer for faults with a time. ``began``: wall-clock time at which training began; default: now."""
-        timed = [fault for fault in self._mine if fault.step is None]
-        if timed and self._alarm is None:
-            self._alarm = Alarm(timed, time.time() if began is None else began, self._fire)
-
     def progressed(self, step: int) -> None:
         """Carry out the faults of the step after ``step``, which a worker has reported as the last committed one."""
         for fault in self._mine:
@@ -145,7 +138,7 @@ class AgentInjector(FaultTimer):
                 self._fire(fault)
 
     def close(self) -> None:
-        """Stop the timer, and restore a network that was cut."""
+        """Stop the thread of the timed faults, and restore a network that was cut."""
         super().close()
         for outage in self._outages:
             outage.end()

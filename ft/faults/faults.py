@@ -102,38 +102,8 @@ class Fault:
         return {f.name: codec.to_json(value) for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
-class Alarm:
-    """A daemon thread that calls ``ring(fault)`` when the time of a fault has come.
-
-    If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
-
-    Args:
-        began: wall-clock time in seconds from which their times count.
-    """
-
-    def __init__(self, faults: Sequence[Fault], began: float, ring: Callable[[Fault], None]):
-        self._faults = sorted(faults, key=lambda fault: fault.time)
-        # The wall clock is used only once, because hosts share it; later changes of it do not move a fault.
-        self._began = time.monotonic() - max(0.0, time.time() - began)
-        self._ring = ring
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ft-faults", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        for fault in self._faults:
-            if self._stop.wait(max(0.0, self._began + fault.time - time.monotonic())):
-                return
-            self._ring(fault)
-
-
 class FaultTimer:
-    """What the injectors of agents and workers share: which faults have happened, and the alarm for those with a time.
+    """What the injectors of agents and workers share: which faults have happened, and a thread for those with a time.
 
     Args:
         announce: called before each fault; returns once the fault is recorded. After a SIGKILL nothing could be
@@ -145,7 +115,23 @@ class FaultTimer:
         self._mine, self._announce = mine, announce
         self._lock = threading.Lock()
         self._fired = set(fired)
-        self._alarm: Alarm | None = None
+        self._stop = threading.Event()
+        self._timer: threading.Thread | None = None
+
+    def begin(self, began: float | None = None) -> None:
+        """Start the thread that carries out the faults with a time, if there are any; a second call does nothing.
+
+        If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
+
+        Args:
+            began: wall-clock time in seconds at which training began, from which their times count; default: now.
+        """
+        timed = [fault for fault in self._mine if fault.step is None and fault.number not in self._fired]
+        if timed and self._timer is None:
+            # The wall clock is used only once, because hosts share it; later changes of it do not move a fault.
+            zero = time.monotonic() - (0.0 if began is None else max(0.0, time.time() - began))
+            self._timer = threading.Thread(target=self._wait, args=(timed, zero), name="ft-faults", daemon=True)
+            self._timer.start()
 
     def update(self, fired: Iterable[int]) -> None:
         """Add the numbers of faults that have happened, as an ``Open`` order (which opens an epoch) lists them."""
@@ -153,9 +139,14 @@ class FaultTimer:
             self._fired |= set(fired)
 
     def close(self) -> None:
-        """Stop the timer for faults with a time."""
-        if self._alarm is not None:
-            self._alarm.close()
+        """Stop the thread of the faults with a time."""
+        self._stop.set()
+        if self._timer is not None and threading.current_thread() is not self._timer:
+            self._timer.join()
+
+    def _fire(self, fault: Fault) -> None:
+        """Carry out a fault that is due, if it has not happened before."""
+        raise NotImplementedError
 
     def _is_first(self, fault: Fault) -> bool:
         """Note that a fault happens; return whether it has not happened before."""
@@ -163,6 +154,12 @@ class FaultTimer:
             is_first = fault.number not in self._fired
             self._fired.add(fault.number)
         return is_first
+
+    def _wait(self, timed: Sequence[Fault], zero: float) -> None:
+        for fault in sorted(timed, key=lambda fault: fault.time):
+            if self._stop.wait(max(0.0, zero + fault.time - time.monotonic())):
+                return
+            self._fire(fault)
 
 
 FILE = "FT_FAULTS"

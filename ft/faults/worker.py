@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from ft.base import events
 from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
-from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Alarm, Fault, FaultTimer, planned
+from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Fault, FaultTimer, planned
 
 _ROOM = 64 << 20
 """Bytes that a worker can still allocate after a planned lack of memory has lowered its RLIMIT_AS."""
@@ -296,9 +296,12 @@ class Injector(FaultTimer):
         self._steps = {fault.number: fault.step for fault in faults}
         self._slowdown = _Slowdown()
         self._planned: dict[tuple[str, int], list[Fault]] = {}
-        self._arm(time.time() if began is None else began)
+        for fault in self._mine:
+            if fault.step is not None:
+                self._planned.setdefault((fault.phase, fault.step), []).append(fault)
         # Lets ``at`` return at once if no fault is planned for this worker.
         self.is_armed = bool(self._mine)
+        self.begin(began)
 
     @classmethod
     def from_environment(
@@ -337,17 +340,6 @@ class Injector(FaultTimer):
             self._do(self._pending.pop(0))
         for fault in self._due(phase, step):
             self._fire(fault)
-
-    def _arm(self, began: float) -> None:
-        timed = []
-        for fault in self._mine:
-            if fault.step is None:
-                timed.append(fault)
-            else:
-                self._planned.setdefault((fault.phase, fault.step), []).append(fault)
-        timed = [fault for fault in timed if fault.number not in self._fired]
-        if timed:
-            self._alarm = Alarm(timed, began, self._fire)
 
     def _due(self, phase: str, step: int) -> Sequence[Fault]:
         """Return the faults that are due at this point.

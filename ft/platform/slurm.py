@@ -44,31 +44,26 @@ _MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
-class SlurmJob:
-    """The Slurm job step that this process belongs to.
+class Job:
+    """The place of this process's node in a job of Slurm or of mpirun (:mod:`ft.job.agent.mpirun`).
 
     Attributes:
-        job: id of the job, with its restart count if it was requeued.
-        node_rank: position of this process's node among the nodes, from 0.
-        hosts: host names in Slurm's order.
-        in_step: whether srun has started this process, so that every node runs a process like it; False in a batch
-            script or in the shell of salloc.
+        job: id of the job, with its restart count if it was requeued; under mpirun the name of the run, "" if not
+            known.
+        node_rank: position of the node among the nodes, from 0.
+        endpoint: rendezvous address of the nodes, "host:port", "" if not known; under Slurm it is the first host, at a
+            port derived from the job id.
+        in_step: whether every node runs a process like this one; False in a batch script or in the shell of salloc.
     """
 
     job: str
     nnodes: int
     node_rank: int
-    hosts: list[str]
+    endpoint: str
     in_step: bool = True
 
-    @property
-    def endpoint(self) -> str:
-        """Return the nodes' rendezvous address: the first host, at a port derived from the job id."""
-        digits = re.sub(r"\D", "", self.job) or "0"
-        return f"{self.hosts[0]}:{_FIRST_PORT + int(digits) % _PORTS}"
 
-
-def read(environment: Mapping[str, str]) -> SlurmJob | None:
+def read(environment: Mapping[str, str]) -> Job | None:
     """Return the Slurm job that this process belongs to, None outside Slurm.
 
     Raises:
@@ -87,7 +82,9 @@ def read(environment: Mapping[str, str]) -> SlurmJob | None:
     job = environment.get("SLURM_JOB_ID", "0")
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     name = job if restarts == "0" else f"{job}-{restarts}"
-    return SlurmJob(name, int(nnodes), int(node_rank), hosts(nodelist), "SLURM_STEP_ID" in environment)
+    port = _FIRST_PORT + int(re.sub(r"\D", "", name) or "0") % _PORTS
+    endpoint = f"{hosts(nodelist)[0]}:{port}"
+    return Job(name, int(nnodes), int(node_rank), endpoint, "SLURM_STEP_ID" in environment)
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str | None:

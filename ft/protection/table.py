@@ -222,8 +222,8 @@ MODES: list[Mode] = [
     ),
     Mode(
         ("--use-torch-fsdp2",),
-        (REPLICAS, STAGES, *_TWICE),
-        "it shards parameters and gathers them in hooks of the layers, which only hot-swap knows",
+        (STAGES, *_TWICE),
+        "it shards parameters and gathers them in hooks of the layers, which only hot-swap and replicas know",
         "use --use-distributed-optimizer",
     ),
     Mode(("--tp-comm-overlap",), (HOT_SWAP,), "its buffers cannot be connected to a new process"),

@@ -10,9 +10,9 @@ from typing import Any
 SEAMS = {
     "optimizer.step": "layers of protections run before and after the update (ft.protection.stack)",
     "config.finalize_model_grads_func": (
-        "planned faults in the gradient reduction (ft.protection.injection), tokens of all replicas "
-        "(ft.systems.hsdp.components), sums over both copies of embedding and output layer "
-        "(ft.systems.checkfree.plus.pipeline)"
+        "planned faults in the gradient reduction (ft.protection.injection), tokens of all replicas, and FSDP2's "
+        "gradients (ft.systems.hsdp.components), sums over both copies of embedding and output layer "
+        "(ft.systems.checkfree.plus)"
     ),
 }
 """Attribute -> what is wrapped around it."""

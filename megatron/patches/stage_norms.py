@@ -30,11 +30,6 @@ def listen(listener: Listener | None) -> None:
     _listener = listener
 
 
-def listener() -> Listener | None:
-    """Return the current listener."""
-    return _listener
-
-
 def _apply_to_many(run, operation, *args):
     global _own_norm
     result = run(operation, *args)

@@ -24,12 +24,8 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.patches.releases import clear_cached_collective_results
 
 _OF_CHUNKS = (
-    "module",
-    "config",
-    "bucket_groups",
-    "expert_parallel_bucket_groups",
-    "zero_grad_buffer",
-    "start_param_sync",
+    *("module", "config", "bucket_groups", "expert_parallel_bucket_groups"),
+    *("zero_grad_buffer", "start_param_sync"),
 )
 """Attributes of a model chunk that the functions of this module use."""
 
@@ -55,16 +51,14 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
     """
     for chunk in chunks:
         if is_fsdp2(chunk):  # the whole weights that it has gathered keep gradients, too, which torch does not discard
-            for param in chunk.module.parameters():
-                param.grad = None
+            chunk.module.zero_grad()
             chunk.module.reset_iter_state()
         chunk.zero_grad_buffer()
         for group in bucket_groups(chunk):
             set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
             set_known(group, is_first_batch=True, is_last_microbatch=True)
             set_known(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
-        for param in chunk.module.parameters():
-            param.grad = None
+        chunk.module.zero_grad()
     optimizer.zero_grad()
     clear_cached_collective_results(optimizer)
     clear_aux_losses_tracker()
@@ -155,6 +149,16 @@ def publish_parameters(chunks: Iterable, optimizer, giver: int | None = None) ->
 def bucket_groups(chunk) -> list:
     """Return all gradient bucket groups of one chunk, dense and expert; FSDP2 has none."""
     return [] if is_fsdp2(chunk) else [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+@torch.no_grad()
+def gradients(chunks: Iterable) -> list[torch.Tensor]:
+    """Return all gradients of this rank: with FSDP2 its shards, zeros where no backward pass has made any."""
+    trained = [p for chunk in chunks if is_fsdp2(chunk) for p in chunk.module.parameters() if p.requires_grad]
+    for param in trained:
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    buckets = (bucket for chunk in chunks for group in bucket_groups(chunk) for bucket in group.buckets)
+    return [*(bucket.grad_data for bucket in buckets), *(param.grad.to_local() for param in trained)]
 
 
 def set_known(target, **values) -> None:

@@ -32,7 +32,7 @@ def build_with(make: Callable[[], Any]) -> None:
 
     Args:
         make: called on all ranks when core's process groups exist; returns
-            ``ft.systems.checkfree.plus.ends.ReplicatedEnds``.
+            ``ft.systems.checkfree.plus.ReplicatedEnds``.
     """
     global _make
     _make = make

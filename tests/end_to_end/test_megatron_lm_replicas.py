@@ -22,6 +22,11 @@ SHARDED = (
     "--data-path {data} --data-cache-path {cache} --save {save}"
 )
 
+FSDP2 = (
+    f"{COMMON} --num-layers 2 --use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist "
+    "--mock-data --eval-interval 5"
+)
+
 
 def steps_of(count: int) -> str:
     return f"--train-iters {count} --lr-decay-iters {count}"
@@ -80,6 +85,43 @@ def test_a_standby_takes_a_lost_workers_place_inside_its_replica(tmp_path, relea
     assert done.of(1, events.STATE_RESTORED) and done.of(1, events.CAUGHT_UP), done.explain()
 
 
+@pytest.mark.newest
+def test_a_killed_replica_comes_back_to_shards_of_fsdp2(tmp_path):
+    """A worker is lost, and then both of its replica at once."""
+    both = ",".join(f"kill@replica=1:step=11:rank={rank}:phase=optimizer" for rank in range(2))
+    options = f"--inject kill@replica=1:step=4:rank=1:phase=backward,{both},{SLOWLY}"
+    done = train(tmp_path / "run", f"{FSDP2} --bf16 {steps_of(24)}", "installed", options=options)
+    check(done, 24, 3)
+    assert {event.step for event in done.of(1, events.CAUGHT_UP)}, done.explain()
+    assert any(len(step.commit.healthy) == 1 for step in done.proof.lineage.steps), done.explain()
+
+
+@pytest.mark.long
+def test_a_standby_in_a_replica_of_fsdp2_changes_nothing(tmp_path):
+    flags = f"{FSDP2} --bf16 {steps_of(10)}"
+    plain = train(tmp_path / "plain", flags, "installed")
+    options = "--standby 1 --inject kill@replica=1:step=4:rank=1:phase=backward"
+    done = train(tmp_path / "run", f"{flags} --ft-hot-swap", "installed", options=options)
+    check(plain, 10, 0)
+    check(done, 10, 0)
+    assert done.of(1, events.STATE_RESTORED) and logged_by(done, 0) == logged_by(plain, 0), done.explain()
+
+
+@pytest.mark.long
+def test_replicas_of_fsdp2_lose_their_state_and_go_on_from_the_checkpoint(tmp_path):
+    lost = ",".join(f"kill@replica={replica}:step=7:rank=0:phase=forward" for replica in range(2))
+    flags = f"{FSDP2} {steps_of(10)} --save {tmp_path / 'save'} --save-interval 4"
+    done = train(tmp_path / "run", flags, "installed", options=f"--inject {lost}")
+    check(done, 10, 4)
+    assert {commit.step for commit in done.proof.lines[0] if commit.before == 0} == {1, 5}, done.explain()
+    plain, _ = checkouts.plain(
+        checkouts.script_of("0.19"), f"{FSDP2} {steps_of(10)}", tmp_path / "plain", CUDA_DEVICE_MAX_CONNECTIONS="8"
+    )
+    wanted = {line["step"]: float.fromhex(line["losses"]["lm loss"]) for line in plain if "step" in line}
+    found = {step: float.fromhex(loss) for step, loss, *_ in logged_by(done, 0)}
+    assert found == pytest.approx(wanted, rel=1e-5)  # sums have another order
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("release", ["0.16", "0.19", "installed"])
 def test_replicas_train_as_torchrun_does_bit_for_bit(tmp_path, release):
@@ -135,12 +177,14 @@ def test_all_replicas_lost_go_on_from_the_checkpoint_and_another_run_from_its_en
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("release", ["0.16", "installed"])
-def test_groups_of_spare_train_the_samples_of_a_lost_one_in_the_same_step(tmp_path, release):
+@pytest.mark.parametrize(
+    ("flags", "release", "nproc"), [(ONE_RANK, "0.16", 3), (ONE_RANK, "installed", 3), (FSDP2, "installed", 6)]
+)
+def test_groups_of_spare_train_the_samples_of_a_lost_one_in_the_same_step(tmp_path, flags, release, nproc):
     steps = 14
-    flags = f"{ONE_RANK.replace('--global-batch-size 8', '--global-batch-size 12')} {steps_of(steps)}"
+    flags = f"{flags.replace('--global-batch-size 8', '--global-batch-size 12')} {steps_of(steps)}"
     options = f"--ft-spare-redundancy 2 --inject kill@replica=1:step=4:rank=0:phase=backward,{SLOWLY}"
-    done = train(tmp_path / "run", flags, release, replicas=3, nproc=3, options=options)
+    done = train(tmp_path / "run", flags, release, replicas=3, nproc=nproc, options=options)
     check(done, steps, 1)
     commits = [step.commit for step in done.proof.lineage.steps]
     assert {commit.streams for commit in commits} == {(0, 1, 2)}, "a step that has not trained all shard types"

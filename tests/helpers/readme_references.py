@@ -35,11 +35,13 @@ def missing_headings() -> list[tuple[str, str]]:
 
 
 def missing_names() -> list[tuple[str, str]]:
-    """Return (document, name) of each dotted name of this project in backticks that the sources do not define."""
+    """Return (document, name) of each dotted name of this project, in backticks or of a page of the public interface,
+    that the sources do not define.
+    """
     missing = []
     for document in DOCUMENTS:
         text = without_fences((ROOT / document).read_text())
-        names = re.findall(r"`((?:ft|megatron\.(?:training|patches))(?:\.\w+)+)`", text)
+        names = re.findall(r"(?:`|^::: )((?:ft|megatron\.(?:ft_trainer|patches))(?:\.\w+)+)(?:`|$)", text, re.MULTILINE)
         missing += [(document, name) for name in dict.fromkeys(names) if not is_defined(name)]
     return missing
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pythons import python
 
-AS_A_WORKER = "import sys; from ft.job.agent import ending, warm; ending.leave(warm.run_script(sys.argv[1], False, []))"
+AS_A_WORKER = "import sys; from ft.job.agent import warm; warm.leave(warm.run_script(sys.argv[1], False, []))"
 
 SCRIPT = """
 import atexit, ctypes, gzip, sys, threading, time

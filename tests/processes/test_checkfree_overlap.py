@@ -10,7 +10,7 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
     reduce in the backward passes. ``at_end``: none of them may begin there."""
     import torch
 
-    from ft.systems.checkfree.plus import ends
+    from ft.systems.checkfree import plus
     from megatron.ft_trainer.loop import train_step
     from megatron.patches import instances, step_state
     from megatron.patches.step_state import bucket_groups
@@ -18,15 +18,15 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
     job, _ = assemble(flags)
     chunk, started, found = job.trainee.chunks[0], [], []
     if at_end:
-        ends.EarlyReduction.before = lambda *_: None
-        begin = ends.EarlyReduction.__init__
+        plus.EarlyReduction.before = lambda *_: None
+        begin = plus.EarlyReduction.__init__
 
         def none(self, *given) -> None:
             begin(self, *given)
             for group in bucket_groups(chunk):
                 step_state.start_at_end(group)
 
-        ends.EarlyReduction.__init__ = none
+        plus.EarlyReduction.__init__ = none
 
     def look(finalize, *given, **groups) -> None:
         all_groups = bucket_groups(chunk)

@@ -118,14 +118,14 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 
 def a_few_steps(flags: str) -> list:
     """After every step the bits of what this rank has twice or as a copy; before the last one its moments are fresh."""
-    from ft.systems.checkfree.plus import ends
+    from ft.systems.checkfree import plus
     from megatron.ft_trainer.loop import train_step
 
     job, doubles = assemble(flags)
     found = []
     for step in range(3):
         if step == 2:
-            ends.reset_moments(job.trainee.optimizer, [param for _, param in doubles.params(job.trainee.chunks[0])])
+            plus.reset_moments(job.trainee.optimizer, [param for _, param in doubles.params(job.trainee.chunks[0])])
         report = train_step(job)
         held = {name: param.detach().clone() for name, param in doubles.params(job.trainee.chunks[0])}
         found.append((report.loss, report.grad_norm, held))

@@ -1,10 +1,11 @@
-"""The trainer's side of FT-HSDP in one process: the exchange, when a ring is kept, what a position holds."""
+"""The trainer's side of FT-HSDP, mostly in one process: the exchange, when a ring is kept, what a position holds."""
 
 import contextlib
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
 from ft.job.quorum import Quorum
@@ -131,6 +132,54 @@ def test_sums_of_integers_are_exact_and_keep_their_type(rings):
 
     in_threads(lambda: work(0), lambda: work(1))
     assert [int(each) for each in tokens] == [66666, 66666] and tokens[0].dtype == torch.int
+
+
+def shards_of_fsdp2(other):
+    """Train one step on two replicas of two ranks; return this rank's gradients as [whole of all, expected].
+
+    Args:
+        other: what replica 1 does: it "computes", "gives zeros" as one that catches up, or is "lost".
+    """
+    from megatron import patches
+    from megatron.patches import step_state
+
+    patches.apply()
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+    from megatron.core.transformer import TransformerConfig
+
+    replica, place = divmod(dist.get_rank(), 2)
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][replica]
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))  # 5 rows and 1 on 2 ranks: unequal shards
+    samples, parts = torch.randn(4, 3), [[0, 1], [2, 3]][: 2 if other == "computes" else 1]
+    whole = [torch.autograd.grad(model(samples[part]).mean(), tuple(model.parameters())) for part in parts]
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, transformer_impl="local")
+    chunk = TorchFullyShardedDataParallel(config, DistributedDataParallelConfig(), model, process_group=inside)
+    if replica == 0 or other == "computes":
+        chunk(samples[dist.get_rank()]).sum().backward()
+
+    ring = Ring("127.0.0.1", TOKEN)
+    addresses = [None] * 4
+    dist.all_gather_object(addresses, ring.address)
+    ring.expect(LIMIT_S)
+    ring.reconfigure(1, addresses[place::2], replica)
+    if replica and other == "lost":
+        ring.close()
+    exchange = exchange_of(ring, [])
+    exchange.open(1.0 / len(parts))
+    exchange.at_once(step_state.gradients([chunk]))
+    assert bool(exchange.problem) == (other == "lost"), exchange.problem
+    found = [param.grad.full_tensor() for param in chunk.module.parameters()]
+    ring.close()
+    return [(one.tolist(), (sum(wanted) / len(parts)).tolist()) for one, *wanted in zip(found, *whole, strict=True)]
+
+
+@pytest.mark.parametrize("other", ["computes", "gives zeros", "lost"])
+def test_each_rank_exchanges_its_own_shards_of_fsdp2(ranks, other):
+    first, second, *others = ranks(shards_of_fsdp2, 4, other)
+    for found, wanted in first:
+        assert torch.tensor(found).allclose(torch.tensor(wanted), atol=1e-6)
+    assert first == second and (other == "lost" or others == [first, first])
 
 
 class Verifier(Layer):

@@ -46,7 +46,7 @@ def test_the_flag_counts_at_ft_run_and_at_its_script():
 
 def test_mpirun_says_which_node_this_is_and_srun_too_where_it_speaks_pmix():
     by_mpirun = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "5", "SLURM_PROCID": "0"}
-    assert mpirun.read(by_mpirun) == mpirun.MpiJob("", 5, 2, "")
+    assert mpirun.read(by_mpirun) == mpirun.Job("", 5, 2, "")
     assert mpirun.read({"SLURM_PROCID": "3"}) is None
     by_srun = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
     assert mpi_relay.rank_in({**by_srun, "PMIX_RANK": "3"}) == (3, 4)

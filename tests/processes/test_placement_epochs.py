@@ -7,7 +7,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.job.parts import Seat
-from ft.systems.hot_swap.placing import Placing
+from ft.systems.hot_swap.recovery_manager import Placing
 
 
 class Told:

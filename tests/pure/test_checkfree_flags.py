@@ -7,8 +7,7 @@ import torch
 
 from ft.base.errors import UserError
 from ft.systems.checkfree.layer import settings_of
-from ft.systems.checkfree.plus.ends import ReplicatedEnds
-from ft.systems.checkfree.plus.pipeline import install
+from ft.systems.checkfree.plus import ReplicatedEnds, install
 from megatron.ft_trainer.arguments import check, parse
 
 GOOD = (

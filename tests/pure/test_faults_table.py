@@ -31,7 +31,7 @@ from ft.faults.table import (
 )
 from ft.faults.worker import ACTS, IN_TRAINING, Frames, Reports
 from ft.job import messages as m
-from ft.systems.hot_swap.faults import _ACTS as SESSION_ACTS
+from ft.systems.hot_swap.recovery_manager import _ACTS as SESSION_ACTS
 from ft.worker.session import surroundings
 from megatron.ft_trainer.arguments import parse as parse_flags
 

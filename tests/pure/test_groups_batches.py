@@ -19,7 +19,7 @@ from ft.state.groups import group as groups
 from ft.state.groups.group import Group
 from ft.state.groups.registry import together
 from ft.state.groups.state import EpochState
-from ft.systems.checkfree.plus.pipeline import Iteration
+from ft.systems.checkfree.plus import Iteration
 from ft.systems.schedule.kinds import _passes, half_swapped
 from ft.systems.schedule.program import beside_units
 from megatron.core.enums import ModelType

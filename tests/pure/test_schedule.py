@@ -10,10 +10,9 @@ from waiting import at_once
 
 from ft.base.errors import UserError
 from ft.systems.schedule.check import ScheduleDeadlock, check, in_flight, play, run
-from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
+from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, orders, plan, weaves
 from ft.systems.schedule.kinds import half_swapped, insert_messages
 from ft.systems.schedule.program import Program, Routes, Unit, straight, swapped
-from ft.systems.schedule.weave import orders, weaves
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from ft import cli
 from ft.base import token
 from ft.base.errors import UserError
-from ft.job.agent import first_contact, membership
+from ft.job.agent import membership, uplink
 from ft.platform import election, network
 
 
@@ -52,31 +52,31 @@ def test_the_loopback_interface_is_among_the_interfaces():
 def test_a_token_that_is_there_is_found_at_once(tmp_path, monkeypatch):
     monkeypatch.delenv(token.VARIABLE, raising=False)
     secret = token.make(tmp_path)
-    assert first_contact.find_token(tmp_path, "tcp://127.0.0.1:1", 1, 5.0) == secret
+    assert uplink.find_token(tmp_path, "tcp://127.0.0.1:1", 1, 5.0) == secret
 
 
 def test_a_directory_without_a_token_is_refused_only_if_the_control_plane_listens(tmp_path, monkeypatch):
     monkeypatch.delenv(token.VARIABLE, raising=False)
-    monkeypatch.setattr(first_contact, "PROOF_S", 0.5)
+    monkeypatch.setattr(uplink, "PROOF_S", 0.5)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UserError, match="node 0 has not started"):
-            first_contact.find_token(tmp_path, endpoint, 1, 1.5)
+            uplink.find_token(tmp_path, endpoint, 1, 1.5)
         server.listen()
         with pytest.raises(UserError, match="is not the directory of node 0"):
-            first_contact.find_token(tmp_path, endpoint, 1, 30.0)
+            uplink.find_token(tmp_path, endpoint, 1, 30.0)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_control_plane_that_lives_and_cannot_be_reached_is_proven(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_contact, "PROOF_S", 0.2)
+    monkeypatch.setattr(uplink, "PROOF_S", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     lease = election.LeaseRecord(0, 0, where, "n0", 1, count=5)
     election.renew(tmp_path, lease)
-    watch = first_contact.ControlPlaneWatch(tmp_path)
+    watch = uplink.ControlPlaneWatch(tmp_path)
     watch.failed(lease)
     time.sleep(0.3)
     watch.failed(lease)  # the lease was not renewed meanwhile: the control plane may have died
@@ -86,14 +86,14 @@ def test_a_control_plane_that_lives_and_cannot_be_reached_is_proven(tmp_path, mo
 
 
 def test_a_message_in_the_directory_is_found_once(tmp_path):
-    found = first_contact.Messages(tmp_path)
+    found = uplink.NewRefusals(tmp_path)
     assert list(found.new()) == []
-    first_contact.leave_message(tmp_path, "node 1 (host1)", "no way")
+    uplink.leave_message(tmp_path, "node 1 (host1)", "no way")
     found._next = 0.0
     assert list(found.new()) == [("node 1 (host1)", "no way")]
     found._next = 0.0
     assert list(found.new()) == []
-    assert list(first_contact.Messages(tmp_path).new()) == [], "it belongs to an earlier attempt"
+    assert list(uplink.NewRefusals(tmp_path).new()) == [], "it belongs to an earlier attempt"
 
 
 def test_ft_diagnose_start_names_the_process_that_holds_the_port(tmp_path, capsys):

@@ -26,7 +26,7 @@ from ft.job.control import recovery  # noqa: E402
 from ft.show import axes, palette  # noqa: E402
 from ft.show.text import table  # noqa: E402
 
-STEPS, REPLICAS, WORKERS = 64, 2, 4
+STEPS, REPLICAS, WORKERS = 104, 2, 4
 FLAGS = "--use-distributed-optimizer --ft-hot-swap --ft-checkfree"
 SAVE_INTERVAL = 6
 LIMIT_S = 420.0
@@ -48,9 +48,11 @@ class Loss:
 
     @property
     def specs(self) -> list[str]:
+        """The first of a replica is struck before the step, the others as they leave it: none leaves it unharmed."""
         kind, _, how = self.fault.partition(":")
-        place = [(replica, rank) for replica, ranks in self.struck.items() for rank in ranks]
-        return [f"{kind}@replica={a}:step={self.step}:rank={b}{how and ':' + how}" for a, b in place]
+        first, rest = f"step={self.step}{how and ':' + how}", f"step={self.committed}:phase=leave"
+        place = [(a, b, rest if i else first) for a, ranks in self.struck.items() for i, b in enumerate(ranks)]
+        return [f"{kind}@replica={a}:rank={b}:{when}" for a, b, when in place]
 
 
 ALL = tuple(range(WORKERS))
@@ -59,9 +61,9 @@ LOSSES = (
     Loss(8, "kill", {0: (1,)}, recovery.STANDBY),
     Loss(12, "kill", {0: (0, 2)}, recovery.COPY),
     Loss(16, "kill", {1: ALL}, recovery.REPLICA),
-    Loss(40, "kill", {0: (0, 1), 1: (0, 1)}, recovery.CHECKFREE),
-    Loss(46, "kill", {0: ALL, 1: ALL}, recovery.CHECKPOINT),
-    Loss(58, "exception:error=user", {0: (0,), 1: (0,)}, recovery.END),
+    Loss(80, "kill", {0: (0, 1), 1: (0, 1)}, recovery.CHECKFREE),
+    Loss(86, "kill", {0: ALL, 1: ALL}, recovery.CHECKPOINT),
+    Loss(98, "exception:error=user", {0: (0,), 1: (0,)}, recovery.END),
 )
 """A worker's copy is at the worker after it. So two workers that are not neighbours leave a copy of each, two that are
 do not; the first of them then takes the weights of a data-parallel peer, in both replicas."""

@@ -31,16 +31,18 @@ class Received:
 
     Attributes:
         losses: the losses of the other worlds.
-        gradients: (live tensor, copy in host memory) of all gradients. The trainer clears its gradients when it begins
-            the step in which they are used.
+        run: the run whose gradients they are.
+        gradients: copies of all gradients in host memory. The trainer clears its gradients when it begins the step in
+            which they are used.
     """
 
     losses: Losses
-    gradients: list[tuple[torch.Tensor, torch.Tensor]]
+    run: Run
+    gradients: list[torch.Tensor]
 
     def hand_over(self, **_: Any) -> Losses:
         """Restore the gradients and return the losses, in place of forward and backward passes."""
-        for live, copy in self.gradients:
+        for live, copy in zip(step_state.gradients(self.run.chunks), self.gradients, strict=True):
             live.copy_(copy)
         return self.losses
 
@@ -64,11 +66,9 @@ def catch_up(run: Run) -> Received:
     _clear_gradients(run)
     run.stack.catching_up()
     losses = _of_all_worlds(run, _compute_nothing(run))
-    groups = [group for chunk in run.chunks for group in step_state.bucket_groups(chunk)]
-    live = [bucket.grad_data for group in groups for bucket in group.buckets]
-    gradients = [(tensor, tensor.to("cpu", copy=True)) for tensor in live]
+    gradients = [tensor.to("cpu", copy=True) for tensor in step_state.gradients(run.chunks)]
     run.stack.caught_up()
-    return Received(losses, gradients)
+    return Received(losses, run, gradients)
 
 
 def rehearse(run: Run, samples: int) -> None:

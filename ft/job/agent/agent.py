@@ -19,7 +19,6 @@ from ft.base import events, files
 from ft.base.errors import PLANNED_ENDS, UserError
 from ft.base.files import needs_run_dir
 from ft.faults.verdict import USER_CODE
-from ft.job.agent import first_contact
 from ft.job.agent.announcements import RecoveryNews, Room, cause_of_crash
 from ft.job.agent.console import Console, last_words
 from ft.job.agent.control_plane import ControlPlaneSupervisor, Fenced, JournalBroken, SidecarProcess
@@ -30,7 +29,7 @@ from ft.job.agent.health import HEALTH_ROOT, HealthWatch
 from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import PoolBroken, PoolUpkeep, WarmPool
-from ft.job.agent.uplink import Linked, NewLife, ReportRefused, Unlinked, Uplink
+from ft.job.agent.uplink import Linked, NewLife, NewRefusals, ReportRefused, Unlinked, Uplink, reach
 from ft.job.agent.workforce import Worker, WorkerListener, Workforce, listen
 from ft.job.control.state import ControlOptions
 from ft.job.messages import (
@@ -138,7 +137,7 @@ class Agent:
         self._joined = joined
         self._reported: set[str] = set()
         self._last_words_of: set[str] = set()
-        self._messages = first_contact.Messages(options.run_dir)
+        self._messages = NewRefusals(options.run_dir)
         self._has_crashed = False
         self._beat_s, self._next_beat = options.timeouts.agent_beat_s, 0.0
 
@@ -327,7 +326,7 @@ class Agent:
             case MasterChosen():
                 self._masters.learn(what)
             case Reach():
-                first_contact.reach(what, self._node, self._uplink.post)
+                reach(what, self._node, self._uplink.post)
             case Notice():
                 self._tell_notice(what)
             case GivenUp():

@@ -1,8 +1,8 @@
 """What a node agent prints at the terminal of ``ft run``: recoveries that are over, causes of crashes, and a full disk.
 
-A recovery closes an epoch (a version of the assignment of workers to ranks) and opens a later one. The warning of a
-full disk has to appear at the terminal, because log files are on that same disk. Where the terminal is a file on that
-disk, too, nobody sees the warning; the summary at the end, when there is room again, says what is lacking.
+The warning of a full disk has to appear at the terminal, because log files are on that same disk. Where the terminal is
+a file on that disk, too, nobody sees the warning; the summary at the end, when there is room again, says what is
+lacking.
 """
 
 import os

@@ -5,18 +5,18 @@ A fault can also target the control plane's process on the node.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ft.base import events
 from ft.faults import Fault
+from ft.faults.agent import AgentInjector
 from ft.job.messages import Beat, Observed, Open
 
 _WRITTEN_S, _LOOK_S = 20.0, 0.01
 
 
-class AgentFaults:
-    """Passes the run's progress to ``ft.faults.agent.AgentInjector``, loaded only if a fault is planned for an agent.
+class AgentFaults(AgentInjector):
+    """Follows the run's progress, and reports each fault to the control plane before it carries it out.
 
     Args:
         record: function that sends a report to the control plane and returns once the report was sent.
@@ -25,42 +25,27 @@ class AgentFaults:
         UserError: this process lacks the permission for a fault that is planned for it.
     """
 
-    def __init__(
-        self,
-        faults: Sequence[Fault],
-        node: str,
-        run_dir: str,
-        record: Callable[[Any], None],
-    ):
-        self._node, self._record, self._events = node, record, Path(run_dir) / "events.jsonl"
-        self._injector = None
-        if any(fault.is_injected_by_agent for fault in faults):
-            from ft.faults.agent import AgentInjector
-
-            self._injector = AgentInjector(faults, node, run_dir, self._announce)
+    def __init__(self, faults: Sequence[Fault], node: str, run_dir: str, record: Callable[[Any], None]):
+        super().__init__(faults, node, run_dir, self._report)
+        self._record, self._events = record, self._run_dir / "events.jsonl"
 
     def opened(self, order: Open, began: float) -> None:
-        """Record that an epoch (a version of the assignment of workers to ranks) begins.
+        """Record that an epoch begins.
 
         Args:
             order: the control plane's order that opens the epoch; it lists the faults injected so far.
             began: wall-clock time at which the first epoch began; injection times are relative to it.
         """
-        if self._injector is not None:
-            self._injector.update(order.fired)
-            self._injector.begin(began)
+        self.update(order.fired)
+        self.begin(began)
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
-        """Pass the highest step in the workers' heartbeats to the injector."""
+        """Take the highest step in the workers' heartbeats as that of the run."""
         steps = [beat.step for beat in beats.values() if beat.doing != "idle"]
-        if self._injector is not None and steps:
-            self._injector.progressed(max(steps))
+        if steps:
+            self.progressed(max(steps))
 
-    def close(self) -> None:
-        if self._injector is not None:
-            self._injector.close()
-
-    def _announce(self, fault: Fault) -> None:
+    def _report(self, fault: Fault) -> None:
         stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
         where = "step" if fault.step is not None else "time"
         self._record(Observed(events.FAULT_INJECTED, {**stamps, **fault.values(), "where": where}))

@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +42,7 @@ from ft.base.errors import UserError
 from ft.net import mpi_relay, streams
 from ft.net.streams import TRANSPORT
 from ft.platform import network, processes, slurm
+from ft.platform.slurm import Job
 from ft.platform.supervisor import END_SIGNALS
 
 _FLAG = "--ft-transport"
@@ -54,31 +55,12 @@ _START = (
 )
 
 
-@dataclass(frozen=True)
-class MpiJob:
-    """This node's position in an MPI job.
-
-    Attributes:
-        job: name of the run, "" if not known.
-        nnodes: number of nodes.
-        node_rank: number of this node, from 0.
-        endpoint: rendezvous address of the nodes, "host:port", "" if not known.
-        in_step: whether every node runs a process like this one; always True under mpirun.
-    """
-
-    job: str
-    nnodes: int
-    node_rank: int
-    endpoint: str
-    in_step: bool = True
-
-
-def read(environment: Mapping[str, str]) -> MpiJob | None:
+def read(environment: Mapping[str, str]) -> Job | None:
     """Read this node's position from mpirun's variables, which contain no host name. Return None outside mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = mpi_relay.rank_in(environment)
-    return MpiJob("", size, rank, "")
+    return Job("", size, rank, "")
 
 
 def wanted(given: argparse.Namespace) -> bool:
@@ -93,7 +75,7 @@ def wanted(given: argparse.Namespace) -> bool:
     return (here or there) == "mpi"
 
 
-def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> MpiJob | slurm.SlurmJob:
+def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
     """Fork: this process becomes the node's MPI relay and never returns; the child returns and becomes the agent.
 
     Returns:
@@ -147,7 +129,7 @@ def _flag_in(arguments: Sequence[str]) -> str | None:
 # --- the agent's side -------------------------------------------------------------------------------------------------
 
 
-def _await_relay(ours: socket.socket) -> MpiJob:
+def _await_relay(ours: socket.socket) -> Job:
     """Wait until the relay has sent the node's position, which shows that MPI has started on all nodes.
 
     Raises:
@@ -160,7 +142,7 @@ def _await_relay(ours: socket.socket) -> MpiJob:
         raise UserError(f"MPI has not come up on all nodes within {_START_S:g} s", _START)
     if not text:
         raise UserError("this node's MPI process has ended at its start", "its own message is above")
-    return MpiJob(**bounded_json.loads(text))
+    return Job(**bounded_json.loads(text))
 
 
 def _watch(relay: int, folder: Path) -> None:
@@ -219,11 +201,11 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, answer: 
     return codes[0], world
 
 
-def _agree(world: mpi_relay.World) -> MpiJob:
+def _agree(world: mpi_relay.World) -> Job:
     """Agree on the nodes' rendezvous address and the run's name: all nodes use the values of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
     all_nodes = [bounded_json.loads(text) for text in world.share(json.dumps(mine).encode())]
     host, port, job = all_nodes[0]
     if {theirs for theirs, *_ in all_nodes} == {host}:
         host = "127.0.0.1"
-    return MpiJob(job, world.size, world.rank, f"{host}:{port}")
+    return Job(job, world.size, world.rank, f"{host}:{port}")

@@ -21,7 +21,7 @@ from ft.job.agent import devices, mpirun
 from ft.job.agent.devices import LeftOut
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
 from ft.platform import election, network, shared_state, slurm
-from ft.platform.slurm import read_topology
+from ft.platform.slurm import Job, read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
 _MOST_NODES, _MOST_WORKERS = 100_000, 4096
@@ -156,9 +156,6 @@ class RunOptions:
         if self.left_out.node:
             return 0
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
-
-
-Job = slurm.SlurmJob | mpirun.MpiJob
 
 
 def resolve(

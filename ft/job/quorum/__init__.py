@@ -1,10 +1,9 @@
 """Quorum service: decide which replicas take part in each training step (FT-HSDP, sections 4.1 and 4.3).
 
-A replica is a full copy of the model with its own world of ranks. Its leader is the rank that asks the quorum server,
-on behalf of the replica, for the members of the next step (the quorum). A life is one world of a replica's worker
-processes; a term is the number of a server, claimed as in a leader election. ``decide.decide`` makes the
-decision as a pure function, without I/O, clocks or randomness. ``server`` is the process around this function, and
-``client`` is a leader's end of the protocol.
+The leader of a replica is the rank that asks the quorum server, on behalf of the replica, for the members of the next
+step (the quorum). A life is one world of a replica's worker processes; a term is the number of a server, claimed as in
+a leader election. ``decide.decide`` makes the decision as a pure function, without I/O, clocks or randomness.
+``server`` is the process around this function, and ``client`` is a leader's end of the protocol.
 """
 
 from ft.job.quorum.client import GIVEN_UP, MENDS, Notice, QuorumClient

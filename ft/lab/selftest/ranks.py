@@ -185,11 +185,10 @@ class Crew:
 
 class TestRank:
     """A rank with reconfigurable process groups, which closes epochs when a key of the store says so. In a run, the
-    control plane closes epochs; here the check's process or another rank does. ``waits``: whether a failed operation
-    waits for the epoch to be closed before it raises, as in a run."""
+    control plane closes epochs; here the check's process or another rank does."""
 
-    def __init__(self, rank: Rank, timeout_s: float, *, waits: bool = True):
-        self._rank, self._waits, self.epoch, self.device = rank, waits, 0, rank.device()
+    def __init__(self, rank: Rank, timeout_s: float):
+        self._rank, self.epoch, self.device = rank, 0, rank.device()
         self._rendezvous = Rendezvous(rank.address, TOKEN)
         self._closed = threading.Condition()
         self._closing, self._last_closed, self.closed_at = -1, -1, 0.0
@@ -254,8 +253,7 @@ class TestRank:
 
     def _on_failure(self, group: str, error: BaseException) -> None:
         print(f"{time.monotonic():.3f} group {group}: {error}", flush=True)
-        if self._waits:
-            self.wait_closed()
+        self.wait_closed()
 
     def _follow(self) -> None:
         store, epoch = StoreConnection(self._rank.address, TOKEN, 3600.0), 0

@@ -1,9 +1,8 @@
 """Peer-to-peer fetch of training state, by which a restarted replica catches up (FT-HSDP, sections 4.3 and 4.4).
 
-A replica is a full copy of the model with its own ranks. A rank of a replica that is behind pulls the state of the end
-of step n - 1 from the same rank of healthy replicas (:mod:`ft.state.transfer`) while these compute step n. Each of
-these healthy ranks is a source. The state's epoch is its lineage: the number of the quorum in which its step was
-committed.
+A rank of a replica that is behind pulls the state of the end of step n - 1 from the same rank of healthy replicas
+(:mod:`ft.state.transfer`) while these compute step n. Each of these healthy ranks is a source. The state's epoch is its
+lineage: the number of the quorum in which its step was committed.
 
 Each source sends an equal share of the bytes of the state (:mod:`ft.state.layout`), and the other sources take
 over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). A source sends its live tensors, and

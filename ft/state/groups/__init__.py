@@ -1,7 +1,6 @@
 """Process groups that can be aborted, and rebuilt in place for each epoch (DEADPOOL, section VI-D).
 
-An epoch is a version of the assignment of workers (training processes) to logical ranks (positions in the parallel
-layout). When a worker fails, its epoch is closed, and the recovery opens the next epoch with a replacement.
+When a worker fails, its epoch is closed, and the recovery opens the next epoch with a replacement.
 
 ``Groups.start`` makes torch.distributed's default process group, of the backend ``ft``. From then on every process
 group is a ``Group``. A ``Group`` object exists as long as the process, because model, gradient buffers and optimizer

@@ -1,7 +1,7 @@
 """The backends that carry out a process group's operations: gloo for tensors in host memory, NCCL for GPU tensors.
 
-A ``Group`` of ``ft.state.groups`` stays the same object over recoveries. Its backends are interrupted when an epoch (a
-version of the assignment of workers to ranks) is closed, and connected again for the next epoch.
+A ``Group`` of ``ft.state.groups`` stays the same object over recoveries. Its backends are interrupted when an epoch is
+closed, and connected again for the next epoch.
 """
 
 import os

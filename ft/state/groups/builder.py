@@ -1,8 +1,7 @@
 """Connects process groups in a background thread, so that waiting for a connection can be abandoned.
 
-The wait is abandoned when the epoch (a version of the assignment of workers to ranks) is closed because of a failure.
-All workers (training processes) connect their groups in the order of creation. This avoids deadlock: while a worker
-waits in one group, no other worker waits for it in an earlier group.
+The wait is abandoned when the epoch is closed because of a failure. All workers connect their groups in the order of
+creation. This avoids deadlock: while a worker waits in one group, no other worker waits for it in an earlier group.
 """
 
 import threading

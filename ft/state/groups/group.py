@@ -1,8 +1,7 @@
 """``Group``: a torch process group whose connections can be aborted and remade without replacing the object.
 
-An epoch is a version of the assignment of workers (training processes) to logical ranks. When a worker fails, the epoch
-is closed: every operation of every group fails, also a blocked one. For the next epoch, the connections are remade,
-while model and optimizer keep their references to the group.
+When a worker fails, the epoch is closed: every operation of every group fails, also a blocked one. For the next epoch,
+the connections are remade, while model and optimizer keep their references to the group.
 """
 
 import threading

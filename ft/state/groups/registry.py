@@ -1,9 +1,8 @@
 """``Groups``: all process groups of one worker, with the operations that a recovery needs: close, rebuild, reopen; and
 how ``torch.distributed`` is made to create its process groups through it.
 
-An epoch is a version of the assignment of workers (training processes) to logical ranks. After a failure, a recovery
-closes the epoch, which aborts all collectives, rebuilds the affected groups and opens the next epoch (DEADPOOL, section
-VI-D).
+After a failure, a recovery closes the epoch, which aborts all collectives, rebuilds the affected groups and opens the
+next epoch (DEADPOOL, section VI-D).
 
 The default group of torch is of the backend ``ft``, which ``take_over`` registers. torch hands some later groups to a
 method of the default group, but only from release 2.13 on, and there without the backend that the program asked for. So

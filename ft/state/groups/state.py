@@ -1,8 +1,4 @@
-"""State that all process groups of a worker share: the epoch, whether it is open, and how failures are reported.
-
-An epoch is a version of the assignment of workers (training processes) to logical ranks. A failure closes it, and the
-recovery opens the next one.
-"""
+"""State that all process groups of a worker share: the epoch, whether it is open, and how failures are reported."""
 
 import threading
 import time

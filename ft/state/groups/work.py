@@ -1,7 +1,7 @@
 """The ``dist.Work`` objects that operations of a ``Group`` return; their ``wait`` can be aborted by a recovery.
 
-``wait`` raises ``EpochClosed`` if a recovery has closed the epoch (a version of the assignment of workers to ranks),
-and ``RecoverableError`` if the operation itself has failed.
+``wait`` raises ``EpochClosed`` if a recovery has closed the epoch, and ``RecoverableError`` if the operation itself has
+failed.
 
 When a connection breaks, gloo leaves two kinds of threads blocked until its timeout: the sender of a message that is
 partly queued, and the receiver of a message that has partly arrived. So no thread of the program blocks in gloo itself:
@@ -10,8 +10,7 @@ partly queued, and the receiver of a message that has partly arrived. So no thre
 - for a message, a helper thread waits in gloo, and the caller waits for the helper thread; a reduce-scatter is handled
   in the same way, because its work ignores the timeout of a wait.
 
-A wait is abandoned when the epoch is closed because of a failure. An abandoned operation does not access its buffers
-any more, because its connections are closed.
+An abandoned operation does not access its buffers any more, because its connections are closed.
 """
 
 import contextlib

@@ -1,10 +1,9 @@
 """``Snapshots``: takes snapshots of a worker's training state, replicates them to peers, and restores them.
 
-A worker is a training process. A snapshot is taken after every step, in the background; peers hold copies of it before
-the next optimizer step changes the tensors. A snapshot has two sections of tensors: ``owned``, which no other rank has
-and which is sent to peers, and ``replicated``, which all data-parallel peers have too. The rest is the envelope. A
-restore finds a valid snapshot: the rank's own, otherwise copies on peers (DEADPOOL, section VI-E). An epoch is a
-version of the assignment of workers to logical ranks; a failure closes it.
+A snapshot is taken after every step, in the background; peers hold copies of it before the next optimizer step changes
+the tensors. A snapshot has two sections of tensors: ``owned``, which no other rank has and which is sent to peers, and
+``replicated``, which all data-parallel peers have too. The rest is the envelope. A restore finds a valid snapshot: the
+rank's own, otherwise copies on peers (DEADPOOL, section VI-E).
 """
 
 import threading

@@ -1,5 +1,5 @@
-"""Moves snapshots of training state between workers (training processes), over TCP or another
-:class:`ft.net.streams.Network`, and holds those of one worker.
+"""Moves snapshots of training state between workers, over TCP or another :class:`ft.net.streams.Network`, and holds
+those of one worker.
 
 A worker holds its own snapshots, and copies of the snapshots of other ranks, the owners (peer copies). A snapshot's
 tensors are in two sections, OWNED (tensors that no other rank has) and REPLICATED (tensors that all data-parallel peers
@@ -7,9 +7,8 @@ have); its envelope contains everything else. A peer copy consists of the sectio
 the rank, step and epoch of a snapshot.
 
 Every worker runs a server (:mod:`ft.state.transfer`), which stores the snapshots that peers push and gives out the
-snapshots that it holds. For each peer that a worker sends snapshots to, it has one
-:class:`ft.state.transfer.Sender`. An epoch is a version of the assignment of workers to logical ranks; a failure closes
-it. The transport
+snapshots that it holds. For each peer that a worker sends snapshots to, it has one :class:`ft.state.transfer.Sender`.
+The transport
 
 * owns no buffers: the buffers belong to the store (:class:`CopyStore`), and are allocated once;
 * commits a copy only when every chunk has arrived with the right checksum, so that a transfer that ends in any other

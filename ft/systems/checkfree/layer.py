@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 from ft.protection.contract import Layer, Protection, Trainer
-from ft.systems.checkfree.plus.ends import ReplicatedEnds
-from ft.systems.checkfree.plus.pipeline import install
+from ft.systems.checkfree.plus import ReplicatedEnds, install
 from ft.systems.checkfree.rebuild import Boost
 from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, Settings
 from ft.systems.hot_swap.layer import RebuildsStages

@@ -43,14 +43,14 @@ from ft.job.parts import Neighbours
 from ft.protection.training_state import learnt_buffers
 from ft.state.snapshot import rng
 from ft.systems.checkfree import rebuild
-from ft.systems.checkfree.plus.ends import refuse_common_steps, reset_moments
+from ft.systems.checkfree.plus import refuse_common_steps, reset_moments
 from ft.systems.checkfree.rebuild import Boost
 from megatron.core import parallel_state
 from megatron.patches import stage_norms
 
 if TYPE_CHECKING:
     from ft.protection.training_state import TrainingState
-    from ft.systems.checkfree.plus.ends import ReplicatedEnds
+    from ft.systems.checkfree.plus import ReplicatedEnds
     from ft.systems.checkfree.rebuild import Rebuilt
     from ft.worker.session import Session
 

@@ -26,8 +26,6 @@ from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Tree, tell
 from ft.state.snapshot import Snapshots
 from ft.state.snapshot.store import slowness
-from ft.systems.hot_swap.faults import Breakage
-from ft.systems.hot_swap.placing import Placing
 from ft.systems.hot_swap.recovery import Recovery
 from ft.systems.hot_swap.redone import Tries
 from ft.worker import protocol
@@ -36,6 +34,186 @@ from megatron import patches
 
 if TYPE_CHECKING:
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
+
+import os
+import random
+
+from ft.base.errors import UserError
+from ft.faults.faults import Fault
+from ft.faults.flip import BIT_FLIP
+from ft.faults.worker import Frames, Reports
+from ft.protection.injection import corrupt_tensor
+from ft.state.placement.assign import Holders, find_problems, place
+from megatron.core import parallel_state
+
+
+class Breakage:
+    """Executes injected faults on this worker's state, snapshots and messages (``ft.faults.worker.Actions``)."""
+
+    def __init__(
+        self,
+        session: Session,
+        snapshots: Snapshots,
+        subject: TrainingState,
+        position: Position,
+        newest_checkpoint: Callable[[], Path | None],
+    ):
+        self.session = session
+        self._snapshots, self._subject, self._position = snapshots, subject, position
+        self._newest_checkpoint = newest_checkpoint
+        self._choice = random.Random(session.rank)
+
+    def act(self, fault: Fault) -> None:
+        """Execute ``fault``. If there is nothing to damage, only write a message to the worker's log."""
+        try:
+            _ACTS[fault.kind](self, fault)
+        except FallbackError as missing:
+            print(f"injected fault {fault.number} ({fault}) found nothing: {missing}", flush=True)
+
+    def _drop(self, fault: Fault) -> None:
+        self.session.groups.break_connection(self._choice)
+
+    def _corrupt_snapshot(self, fault: Fault) -> None:
+        copies = self._snapshots.holdings().copies
+        for owner in [None] if fault.copies == "own" else list(copies):
+            self._snapshots.corrupt(owner, byte=self._choice.randrange(1 << 20))
+
+    def _forget_copies(self, fault: Fault) -> None:
+        self._snapshots.forget_newest_copies()
+
+    def _go_stale(self, fault: Fault) -> None:
+        self._snapshots.relapse(self._subject.state(self._position.get()))
+
+    def _corrupt_tensor(self, fault: Fault) -> None:
+        corrupt_tensor(self._subject, fault)
+
+    def _leave_step(self, fault: Fault) -> None:
+        """Start a collective that no other rank starts. It is matched with the next collective of the other ranks, so
+        that the last collective hangs.
+        """
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+
+    def _break_the_device(self, fault: Fault) -> None:
+        if self.session.faulty_device is None:
+            raise FallbackError("bits are flipped by DMR (--ft-dmr, --ft-dmr-plan), which is off")
+        self.session.faulty_device(fault.number, fault.flip)
+
+    def _disturb_frames(self, fault: Fault) -> None:
+        self.session.server.disturb(Frames(fault.kind, fault.seconds))
+
+    def _disturb_reports(self, fault: Fault) -> None:
+        self.session.link.disturb = Reports(fault.kind, fault.seconds)
+
+    def _damage_checkpoint(self, fault: Fault) -> None:
+        from ft.faults.worker import damage_checkpoint
+
+        newest = self._newest_checkpoint()
+        file = None if newest is None else damage_checkpoint(newest, fault.kind)
+        print(f"injected fault {fault.number} ({fault}): {file or 'there is no checkpoint'}", flush=True)
+
+
+_FRAMES = ("lose-frame", "duplicate-frame", "reorder-frames", "delay-frames", "corrupt-frame")
+_REPORTS = ("lose-reports", "duplicate-reports", "reorder-reports", "delay-reports")
+_CHECKPOINTS = ("corrupt-checkpoint", "truncate-checkpoint", "remove-checkpoint")
+_ACTS = {
+    "drop": Breakage._drop,
+    "corrupt-snapshot": Breakage._corrupt_snapshot,
+    "stale-snapshot": Breakage._forget_copies,
+    "stale-state": Breakage._go_stale,
+    "corrupt-tensor": Breakage._corrupt_tensor,
+    "out-of-step": Breakage._leave_step,
+    BIT_FLIP: Breakage._break_the_device,
+    **dict.fromkeys(_FRAMES, Breakage._disturb_frames),
+    **dict.fromkeys(_REPORTS, Breakage._disturb_reports),
+    **dict.fromkeys(_CHECKPOINTS, Breakage._damage_checkpoint),
+}
+
+
+class Placing:
+    """Places peer copies.
+
+    All workers compute the same placement from the epoch's seats and the previous placement; logical rank 0 reports the
+    placement to the user.
+
+    Args:
+        k: number of copies of each state.
+        strict: whether failure domains that cannot be respected at the start end the run.
+    """
+
+    def __init__(self, session: Session, subject: TrainingState, k: int, strict: bool = False):
+        self._session, self._subject, self._k, self._strict = session, subject, k, strict
+        self._training_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        self._reported: list[str] = []
+
+    def begin(self) -> list[int]:
+        """Return the holders of this worker's copies at the start of a run. For a worker that joins later, the holders
+        are unknown until ``renew``.
+
+        Raises:
+            UserError: ``strict`` is set and the placement has problems. Only logical rank 0 raises it; its exit ends
+                the run.
+        """
+        session, subject = self._session, self._subject
+        about = {
+            "dp_peers": {str(session.rank): subject.dp_peers},
+            "shards": {str(session.rank): subject.shards},
+            "complete": {str(session.rank): subject.copies_are_complete},
+        }
+        if session.joins:
+            session.observe("layout", **about)
+            return []
+        holders = place(self._where(), subject.dp_groups, self._k)
+        session.observe("layout", **about, copies={str(session.rank): holders[session.rank]})
+        problems = self._problems(holders)
+        if problems and self._strict:
+            raise UserError(
+                "--ft-snapshot-strict: peer copies cannot be placed as asked:\n  " + "\n  ".join(problems),
+                "change --ft-snapshot-peers, the order of the ranks (--use-tp-pp-dp-mapping) or the nodes",
+            )
+        self._tell(holders, 0, problems)
+        return holders[session.rank]
+
+    def renew(self, before: Mapping[int, Sequence[int]]) -> list[int]:
+        """Return the holders of this worker's copies in the session's epoch.
+
+        Args:
+            before: logical rank -> its holders up to now, from the repair order.
+        """
+        session = self._session
+        known = {rank: list(held) for rank, held in before.items()}
+        holders = place(self._where(), self._subject.dp_groups, self._k, known)
+        mine = holders[session.rank]
+        if known.get(session.rank) != mine:
+            session.observe("layout", copies={str(session.rank): mine})
+        moved = sum(holder not in known.get(owner, held) for owner, held in holders.items() for holder in held)
+        self._tell(holders, moved, self._problems(holders))
+        return mine
+
+    def _where(self) -> dict[int, dict[str, str]]:
+        return {rank: {"node": seat.node, **seat.domains} for rank, seat in self._session.seats.items()}
+
+    def _problems(self, holders: Holders) -> list[str]:
+        """Return the placement's problems. On a single node, return none unless ``strict``, because the risk is
+        obvious.
+        """
+        if self._session.rank != 0 or (self._training_nodes == 1 and not self._strict):
+            return []
+        subject = self._subject
+        incomplete = () if subject.copies_are_complete else holders.keys()
+        return find_problems(self._where(), subject.dp_groups, self._k, holders, incomplete)
+
+    def _tell(self, holders: Holders, moved: int, problems: list[str]) -> None:
+        """Report the placement, on logical rank 0; print problems only if they have changed."""
+        if self._session.rank != 0:
+            return
+        copies = {str(owner): held for owner, held in holders.items()}
+        self._session.observe(events.COPIES_PLACED, copies=copies, moved=moved, problems=problems)
+        for problem in problems if problems != self._reported else []:
+            print(f"warning: peer copies: {problem}", flush=True)
+        if self._reported and not problems:
+            print("peer copies: every failure domain is respected again", flush=True)
+        self._reported = problems
 
 
 _SLOW_TRANSFERS = 5

@@ -22,6 +22,7 @@ from ft.job.quorum import Quorum
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state import fetch
+from ft.state.snapshot.optimizers import local
 from ft.state.snapshot.state import OWNED, REPLICATED, RankState
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import Agreed, sources
@@ -41,12 +42,16 @@ class ReplicaState:
         return _named(self._subject.state(self._position.get()))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the model parameters by name, as forward passes use them.
+        """Return the model parameters of this rank by name, as forward passes use them.
 
         They are not part of the transferred state, because they are derived from the optimizer's main parameters.
         """
         chunks = enumerate(self._subject.chunks)
-        return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}
+        return {
+            f"chunk{at}/{name}": local(param.detach())
+            for at, chunk in chunks
+            for name, param in chunk.named_parameters()
+        }
 
     def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return the live tensors, and the envelope: counters, scheduler, position, RNG states and buffers as JSON

@@ -44,7 +44,7 @@ from ft.systems.hsdp.samples import ReplicaPosition
 from ft.systems.hsdp.work import Work
 from ft.worker.session import AcrossReplicas, Session
 from megatron import patches
-from megatron.patches import instances, replicas
+from megatron.patches import instances, replicas, step_state
 
 
 class ReplicaBreakage:
@@ -240,7 +240,7 @@ class Components:
             lambda: list(self.state.parameters().values()),
         )
         replicas.exchange_through(self.subject.chunks, self.exchange)
-        self.per_token = _exchange_tokens(self.subject.chunks[0].config, self.exchange)
+        self.per_token = _exchange_at_end(self.subject.chunks, self.exchange)
         self.votes = Tree("VOTES")
         self.injector = make_injector(session, ReplicaBreakage(self.subject, self.ring, session))
         plant_phases(self.injector, self.subject, lambda: position.step + 1)
@@ -274,16 +274,22 @@ class Components:
         self.ring.close()
 
 
-def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
+def _exchange_at_end(chunks: Sequence, exchange: Exchange) -> bool:
     """Make megatron-core divide gradients by the number of tokens of all replicas. Return whether megatron-core divides
     by tokens.
+
+    The gradients of torch's FSDP2 are exchanged then, too: it has no bucket groups, and has reduced this rank's shards
+    of them in the backward pass.
     """
-    if not config.calculate_per_token_loss:
-        return False
+    config, is_fsdp2 = chunks[0].config, step_state.is_fsdp2(chunks[0])
+    per_token = config.calculate_per_token_loss and not is_fsdp2  # core divides no gradients of FSDP2
 
     def finalize_over_replicas(finalize, model, num_tokens=None, **options):
         exchange.tokens = num_tokens
+        if is_fsdp2:
+            exchange.at_once(step_state.gradients(chunks))
         return finalize(model, num_tokens, **options)
 
-    instances.around(config, "finalize_model_grads_func", finalize_over_replicas)
-    return True
+    if per_token or is_fsdp2:
+        instances.around(config, "finalize_model_grads_func", finalize_over_replicas)
+    return per_token

@@ -27,6 +27,7 @@ import torch
 
 from ft.protection.contract import Layer
 from ft.systems.hsdp.ring import Pending, Ring
+from ft.systems.hsdp.ring.staging import when_queued
 from ft.systems.hsdp.work import Work
 
 _WORDS = 8
@@ -127,7 +128,7 @@ class Exchange:
         model: Callable[[], Sequence[torch.Tensor]] = list,
     ):
         self._ring, self._aside, self._verifier, self._model = ring, aside, verifier, model
-        self._order = {id(group): place for place, group in enumerate(groups)}
+        self._order = {id(group): place for place, group in enumerate(groups or [self])}
         self._lock = threading.Lock()
         self._known = threading.Condition(self._lock)
         self.tokens: torch.Tensor | None = None
@@ -216,6 +217,14 @@ class Exchange:
             self.work.reduced(self.tokens)
         if self.tokens is not None:
             self.add_up(self.tokens)
+
+    def at_once(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Exchange all gradients of a model without bucket groups in one piece, and wait as in :meth:`finished`."""
+        whole = torch.cat([gradient.view(-1) for gradient in gradients])
+        self.started(self, [whole], when_queued(whole.device) if whole.is_cuda else None)
+        self.finished(self)
+        for gradient, part in zip(gradients, whole.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by its sum over the contributing replicas.

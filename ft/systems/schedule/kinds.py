@@ -4,10 +4,9 @@ such that a schedule cannot deadlock.
 In half-half, half of the microbatches are swapped: they pass through the first two and the last two stages in swapped
 order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
 
-A unit is the forward or backward of one microbatch on one stage. A message is exchanged as soon as its sender and its
-receiver are both between two units. To find out when that is, the order is simulated. At every time at which units end,
-all results whose sender and receiver are between units are exchanged, and the messages of one stage at that time are
-one batch (one ``batch_isend_irecv``).
+A message is exchanged as soon as its sender and its receiver are both between two units. To find out when that is, the
+order is simulated. At every time at which units end, all results whose sender and receiver are between units are
+exchanged, and the messages of one stage at that time are one batch (one ``batch_isend_irecv``).
 
 All batches are thereby ordered by the simulated clock: a batch waits only for batches of the same time. Therefore the
 program cannot deadlock, whatever the durations of the units in a real run, and every pair of stages sends and receives

@@ -83,15 +83,6 @@ class RunPlan:
     save_interval: int
 
 
-def steps_between(period_s: float, save_s: float, step_s: float) -> int:
-    """Return the number of steps between two checkpoints.
-
-    Args:
-        period_s: seconds from the end of a checkpoint to the end of the next (SPARe, formula (1)).
-    """
-    return max(1, round((period_s - save_s) / step_s))
-
-
 def read(path: str | os.PathLike, groups: int) -> RunPlan:
     """Return the plan for a run of ``groups`` groups.
 

@@ -1,8 +1,7 @@
 """Compute what k peer copies of each snapshot cost and what risk they leave, for one cluster and one model.
 
-A snapshot is a copy of one rank's training state in host memory. The owner of a state is the rank that computes it; its
-k holders are the ranks that keep a peer copy of it (DEADPOOL). A failure domain is a set of nodes that fail together,
-such as a rack. A component is a node or a failure domain.
+The owner of a state is the rank that computes it; its k holders are the ranks that keep a peer copy of it (DEADPOOL). A
+failure domain is a set of nodes that fail together, such as a rack. A component is a node or a failure domain.
 
 Each component fails with rate ``1 / mtbf``; a failure domain takes down all its nodes; all failures are independent. A
 failure opens a window: the states whose copies it destroyed are less protected until the lost ranks have workers again

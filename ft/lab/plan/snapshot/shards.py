@@ -1,8 +1,8 @@
 """Compute the size of one rank's snapshot for each pipeline stage, from the flags of the run.
 
-A snapshot is a copy of one rank's training state in host memory. The numbers of parameters are those of the modules of
-megatron-core's GPT, layer by layer. A snapshot's content is that of :mod:`ft.state.snapshot.capture`: main parameters
-(the fp32 copies of the weights) and optimizer state, both sharded by the distributed optimizer.
+The numbers of parameters are those of the modules of megatron-core's GPT, layer by layer. A snapshot's content is that
+of :mod:`ft.state.snapshot.capture`: main parameters (the fp32 copies of the weights) and optimizer state, both sharded
+by the distributed optimizer.
 """
 
 from dataclasses import dataclass

@@ -45,23 +45,15 @@ _SLOW = (
 def one_rank(context: Context) -> tuple[str, Measured]:
     """Check a group of one rank; with a GPU, also an NCCL communicator of one rank."""
     with_nccl = devices(context) > 0
-    found = Crew(context, 1, _one_rank).wait(_limit(context))[0]
+    found = Crew(context, 1, _alone).wait(_limit(context))[0]
     said = f"made in {seconds(found['made_s'])}, again in {seconds(found['again_s'])}"
     return f"{said}; {'NCCL' if with_nccl else 'no GPU: without a communicator'}", found
 
 
-def _one_rank(rank: Rank) -> Measured:
-    member = TestRank(rank, _TIMEOUT_S)
-    member.reduce()
-    again = 0.0
-    for cycle in range(_CYCLES):
-        rank.store.set(f"close/{cycle}", "")
-        member.wait_closed()
-        again = member.renew()
-        member.reduce(error=float(rank.planted))
-    measured: Measured = {"made_s": member.made_s, "again_s": again}
-    if member.device.type == "cuda":
-        measured.update(_nccl_alone(rank, member.device))
+def _alone(rank: Rank) -> Measured:
+    measured = _cycles(rank)
+    if rank.gpus:
+        measured.update(_nccl_alone(rank, rank.device()))
     return measured
 
 
@@ -106,7 +98,7 @@ def _cycles(rank: Rank) -> Measured:
         member.reduce(part)
         rank.meet(f"cycle {cycle}")
         if rank.number == last:  # does not take part in the all-reduce, and ends the epoch
-            if rank.planted:
+            if rank.planted and last:
                 threading.Event().wait()
             time.sleep(0.3)
             rank.store.set(f"close/{cycle}", "")
@@ -114,7 +106,7 @@ def _cycles(rank: Rank) -> Measured:
         else:
             release = max(release, _blocked(member, part))
         again = max(again, member.renew())
-    member.reduce()
+    member.reduce(error=float(rank.planted))
     member.reduce(part)
     return {"made_s": member.made_s, "release_s": release, "again_s": again}
 
@@ -245,67 +237,48 @@ def _wait_for_the_last(rank: Rank) -> Measured:
 
 
 def hung_groups(context: Context) -> tuple[str, Measured]:
-    """Abort two groups that hang at the same time: together as a recovery does, and one after the other."""
-    limit_s = _limit(context) / 2
-    at_once = Crew(context, 2, _hang_together, "together").wait(limit_s)[0]
-    measured = {"together_s": at_once["seconds"]}
-    try:
-        measured["one_by_one_s"] = Crew(context, 2, _hang_in_turn, "in-turn").wait(limit_s)[0]["seconds"]
-        in_turn = seconds(measured["one_by_one_s"])
-    except Failed:  # that is what aborting together is for
-        measured["one_by_one_s"] = None
-        in_turn = f"not within {limit_s:.0f} s"
-    if measured["together_s"] > _RELEASE_S:
-        raise Failed(f"two hung groups were aborted only after {seconds(measured['together_s'])}", _SLOW, measured)
-    return f"together in {seconds(measured['together_s'])}, one after the other {in_turn} ({_how(context)})", measured
+    """Abort two groups that hang at the same time, as a recovery does."""
+    took = Crew(context, 2, _hang).wait(_limit(context) / 2)[0]
+    measured = {"together_s": took}
+    if took > _RELEASE_S:
+        raise Failed(f"two hung groups were aborted only after {seconds(took)}", _SLOW, measured)
+    return f"together in {seconds(took)} ({_how(context)})", measured
 
 
-def _hang(rank: Rank, *, waits: bool = True) -> tuple[TestRank, list[dist.ProcessGroup], list[dist.Work]]:
-    """Return this rank, two groups, and on rank 0 an unfinished all-reduce in each, which rank 1 does not join."""
-    member = TestRank(rank, _TIMEOUT_S, waits=waits)
+def _hang(rank: Rank) -> float:
+    """Start an all-reduce in each of two groups on rank 0, which rank 1 does not join, and abort them; return the
+    seconds that this took."""
+    member = TestRank(rank, _TIMEOUT_S)
     parts = [dist.new_group([0, 1]) for _ in range(2)]
     for part in parts:
         member.reduce(part)
     rank.meet("used")
-    works = []
+    took = 0.0
     if rank.number == 0:
         tensors = [torch.ones(1 << 16, device=member.device) for _ in parts]
         streams = [torch.cuda.Stream() for _ in parts] if member.device.type == "cuda" else []
+        works = []
         for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
             with torch.cuda.stream(streams[number] if streams else None):
                 works.append(dist.all_reduce(tensor, group=part, async_op=True))
         time.sleep(0.5)
         if any(work.is_completed() for work in works):
             raise FtError("an all-reduce ended although a rank did not take part")
-    return member, parts, works
-
-
-def _hang_together(rank: Rank) -> Measured:
-    member, _, works = _hang(rank)
-    began = time.monotonic()
-    if rank.number == 0:
-        if rank.planted:
-            print("waits for an abort", flush=True)
-            member.groups.close = lambda *_: threading.Event().wait()
-        member.groups.close(0, "self-test")
-        _until_over(works)
-        member.groups.drop()
-    took = time.monotonic() - began
+        took = _aborted(member, works, rank.planted)
     rank.meet("over")
-    return {"seconds": took}
+    return took
 
 
-def _hang_in_turn(rank: Rank) -> Measured:
-    _, parts, works = _hang(rank, waits=False)  # nobody closes the epoch here
+def _aborted(member: TestRank, works: list[dist.Work], planted: bool) -> float:
+    """Abort all groups, and return the seconds until no operation is under way."""
     began = time.monotonic()
-    if rank.number == 0:
-        for part in parts:
-            for connection in part.connections():
-                connection.interrupt()
-        _until_over(works)
-    took = time.monotonic() - began
-    rank.meet("over")
-    return {"seconds": took}
+    if planted:
+        print("waits for an abort", flush=True)
+        member.groups.close = lambda *_: threading.Event().wait()
+    member.groups.close(0, "self-test")
+    _until_over(works)
+    member.groups.drop()
+    return time.monotonic() - began
 
 
 def _until_over(works: list[dist.Work]) -> None:

@@ -1,8 +1,7 @@
 """Draw a DMR plan as a picture: the work of each pipeline stage over time, and its memory against the budget.
 
 The picture shows how much of this verification the plan puts into windows, the times in which a stage communicates or
-is idle. A unit is the forward or backward of one microbatch on one stage. Naive DMR verifies every operator immediately
-after its first execution.
+is idle. Naive DMR verifies every operator immediately after its first execution.
 """
 
 from collections.abc import Sequence

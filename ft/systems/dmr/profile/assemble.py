@@ -2,10 +2,9 @@
 
 The trace is made by simulating the pipeline schedule. Clocks of different stages are not compared, and measured waits
 for other stages are not used as idle times, because a stage also waits while the profiler of another stage is writing
-its record. In the trace, each unit (the forward or backward pass of one microbatch through one model chunk) takes as
-long as its stage has measured. The idle time between units is that of the simulated schedule
-(``ft.systems.dmr.plan.predict``). The duration of a message is a low quantile of the measured waits. The costs of
-verifications are measured once per profile, on the device of the run.
+its record. In the trace, each unit takes as long as its stage has measured. The idle time between units is that of the
+simulated schedule (``ft.systems.dmr.plan.predict``). The duration of a message is a low quantile of the measured waits.
+The costs of verifications are measured once per profile, on the device of the run.
 """
 
 import math

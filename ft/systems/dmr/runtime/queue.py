@@ -9,9 +9,9 @@ Inputs and results of an operator are kept without copying, by separate tensor o
 that replaces the ``data`` of a tensor (``deallocate_pipeline_outputs``) does not affect them. Before any of these
 storages is changed in place, the operators that use it are verified.
 
-An AGC segment is a sequence of neighbouring operators that is executed again (replayed) as a whole. Until then only the
-tensors at the boundary of the segment are kept, and digests of the tensors that are produced inside it. The replay
-produces these tensors again, and the results of each operator are compared by their digests.
+Of an AGC segment, which is replayed as a whole, only the tensors at its boundary are kept until then, and digests
+of the tensors that are produced inside it. The replay produces these tensors again, and the results of each operator
+are compared by their digests.
 
 Second executions are ordered after the first ones where training computes on several CUDA streams: core computes shared
 experts on a stream of their own, and waits for it only after the exchange of tokens, in which deferred operators are
