@@ -118,12 +118,12 @@ def test_training_does_not_stop_for_the_control_plane_and_a_fault_in_its_absence
 
 @pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
 @pytest.mark.parametrize(
-    ("faults", "saves"), [("", []), ("disk-full@step=6:rank=0:for=300s", [4])], ids=["the disk", "the limit of a rank"]
+    ("faults", "saves"), [("", []), ("disk-full@step=6:rank=2:for=300s", [4])], ids=["the disk", "the limit of a rank"]
 )
 def test_a_run_whose_last_save_fails_says_so_at_its_end(small_disk, faults, saves, corpus, tmp_path, capsys):
-    saving = f"--save {tmp_path / 'save' if saves else small_disk} --save-interval 4"
+    saving = f"{LAYOUT} --save {tmp_path / 'save' if saves else small_disk} --save-interval 4"
     options = f"--inject {faults}" if faults else ""
-    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), nproc=2, standby=0, options=options)
+    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), standby=0, options=options)
     assert done.code == NOT_SAVED and len(done.losses) == 12, done.explain()
     assert [event.step for event in done.named("saved")] == saves, done.explain()
     failed = [event.step for event in done.named("save_failed")]
