@@ -10,7 +10,7 @@ from megatron import patches
 
 patches.apply()
 
-from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing import commit, inventory
 from megatron.ft_trainer.checkpointing.inventory import Entry, FileRecord, Manifest, ManifestError, scan, share_of
 
 
@@ -124,3 +124,16 @@ def test_a_checkpoint_without_a_manifest_is_not_complete(tmp_path):
     assert scan(tmp_path / "absent", may_be_missing=True) == []
     with pytest.raises(FileNotFoundError):
         scan(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_checkpoint_takes_the_place_of_another_one_and_what_was_there_is_removed(exchanges, tmp_path, monkeypatch):
+    if not exchanges:
+        monkeypatch.setattr(commit, "_swap", lambda a, b: False)
+    for name in ("new", "iter_0000004"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "from").write_text(name)
+    commit.move_folder(tmp_path / "new", tmp_path / "iter_0000004", tmp_path / "old.removed")
+    assert (tmp_path / "iter_0000004" / "from").read_text() == "new"
+    assert (tmp_path / "old.removed" / "from").read_text() == "iter_0000004"
+    assert commit.retire(tmp_path, None, ()) == [] and not (tmp_path / "old.removed").exists()
