@@ -20,7 +20,7 @@ from ft.job.agent import options
 from ft.job.agent.agent import make_run_dir
 from ft.job.agent.membership import claim_name
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.quorum.state import parse_where
+from ft.job.quorum.values import parse_where
 from ft.job.replicas import flags, places
 from ft.job.replicas.flags import Replicas, wanted
 from ft.job.replicas.host import FOLDER, QuorumHost

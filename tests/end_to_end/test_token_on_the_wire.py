@@ -10,7 +10,7 @@ import replica_runs
 from ft_runs import ft_run
 from wire_capture import Recording, forms, found_in, need_root
 
-from ft.job.quorum.state import PURPOSE as QUORUM
+from ft.job.quorum.values import PURPOSE as QUORUM
 from ft.net.store import PURPOSE as STORE
 from ft.state.transfer import PURPOSE as TRANSFER
 from ft.systems.hsdp.ring.connect import PURPOSE as RING

@@ -20,7 +20,7 @@ from waiting import eventually
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum import GIVEN_UP, Limits, NoQuorum, Notice, QuorumClient, Report
-from ft.job.quorum.state import FRAME, PURPOSE, pack, parse_where
+from ft.job.quorum.values import FRAME, PURPOSE, pack, parse_where
 from ft.net.framed import Stream
 from ft.net.handshake import PROOF_BYTES, NotAMember, Party
 from ft.net.listener import Acceptor

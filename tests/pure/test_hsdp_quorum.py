@@ -4,7 +4,8 @@ from quorum_world import World
 
 from ft.job.quorum import Limits, Quorum, Report
 from ft.job.quorum.decide import judge
-from ft.job.quorum.state import QuorumOptions, committed_in, estimated
+from ft.job.quorum.state import QuorumOptions
+from ft.job.quorum.values import committed_in, estimated
 from ft.net.codec import from_json, to_json
 
 

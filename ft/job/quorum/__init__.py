@@ -8,6 +8,6 @@ a leader election. ``decide.decide`` makes the decision as a pure function, with
 
 from ft.job.quorum.client import GIVEN_UP, MENDS, Notice, QuorumClient
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.state import EPOCHS, NoQuorum, Quorum, Report
+from ft.job.quorum.values import EPOCHS, NoQuorum, Quorum, Report
 
 __all__ = ["EPOCHS", "GIVEN_UP", "MENDS", "Limits", "NoQuorum", "Notice", "Quorum", "QuorumClient", "Report"]

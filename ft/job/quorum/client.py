@@ -16,7 +16,7 @@ from typing import Any
 
 from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.state import FRAME, PURPOSE, NoQuorum, Quorum, Report, pack, parse_where, unpack
+from ft.job.quorum.values import FRAME, PURPOSE, NoQuorum, Quorum, Report, pack, parse_where, unpack
 from ft.net.backoff import Backoff
 from ft.net.codec import from_json, to_json
 from ft.net.framed import BadFrame, Stream

@@ -19,20 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.state import (
-    ARRIVING,
-    EXPECTED,
-    HERE,
-    LOST,
-    NO_STATE,
-    OFFLINE,
-    SPAN,
-    Ban,
-    Quorum,
-    QuorumState,
-    Replica,
-    Report,
-)
+from ft.job.quorum.state import ARRIVING, EXPECTED, HERE, LOST, OFFLINE, SPAN, Ban, QuorumState, Replica
+from ft.job.quorum.values import NO_STATE, Quorum, Report
 from ft.net.backoff import doubled
 
 _WEAK_EVIDENCE_AFTER = 3

@@ -12,7 +12,8 @@ from typing import Any
 from ft.base.events import Note
 from ft.job.quorum import reactions
 from ft.job.quorum.decide import QuorumDecision, decide, missing, next_number
-from ft.job.quorum.state import NoQuorum, Quorum, QuorumOptions, QuorumState, Report, pack
+from ft.job.quorum.state import QuorumOptions, QuorumState
+from ft.job.quorum.values import NoQuorum, Quorum, Report, pack
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 
 _IDLE_S = 3600.0

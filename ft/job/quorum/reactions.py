@@ -15,13 +15,11 @@ from ft.job.quorum.state import (
     HERE,
     LOST,
     OFFLINE,
-    NoQuorum,
-    Quorum,
     QuorumState,
-    Report,
     heard_of,
     started,
 )
+from ft.job.quorum.values import NoQuorum, Quorum, Report
 
 _OWN_PAUSE_BEATS = 4
 """The server checks the clock at every heartbeat interval; a gap of more than this many intervals is a pause of its

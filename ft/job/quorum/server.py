@@ -21,7 +21,8 @@ from ft.base import bounded_json, events, token
 from ft.base.errors import FtError, UserError
 from ft.base.events import Note
 from ft.job.quorum.dispatch import Dispatch, Peer
-from ft.job.quorum.state import FRAME, PURPOSE, QuorumOptions, parse_where, unpack
+from ft.job.quorum.state import QuorumOptions
+from ft.job.quorum.values import FRAME, PURPOSE, parse_where, unpack
 from ft.net.codec import BadMessage, from_json
 from ft.net.framed import ReceivedMessage, Stream
 from ft.net.listener import Acceptor

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum
-from ft.job.quorum.state import committed_in
+from ft.job.quorum.values import committed_in
 from ft.state.groups.tree import Tree
 from ft.systems.hsdp.components import FETCHES, SERVES, Components
 from ft.systems.hsdp.protocol import Agreed, Membership, Question

@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import msgspec
 import numpy
 
-from ft.job.quorum.state import estimated
+from ft.job.quorum.values import estimated
 from ft.protection.position import Position
 
 _END = numpy.iinfo(numpy.int64).max
@@ -312,7 +312,7 @@ class ReplicaPosition:
     Attributes:
         lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
             States with equal step and lineage are equal. Negative if a part of the state was estimated, see
-            :func:`ft.job.quorum.state.estimated`.
+            :func:`ft.job.quorum.values.estimated`.
         has_state: whether the position belongs to a training state, and not to the start of a process that fetches it.
     """
 

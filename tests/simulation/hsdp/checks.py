@@ -7,7 +7,8 @@ of replicas that execute a step together; a life is one set of a replica's worke
 
 from typing import TYPE_CHECKING
 
-from ft.job.quorum.state import HERE, Quorum
+from ft.job.quorum.state import HERE
+from ft.job.quorum.values import Quorum
 from ft.systems.hsdp.protocol import Agreed
 from tests.simulation.engine import Violation
 from tests.simulation.hsdp.held import Contribution, Held, first

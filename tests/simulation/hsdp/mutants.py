@@ -6,9 +6,9 @@ Each function here does the wrong thing in the place of the right function, its 
 from dataclasses import replace
 from unittest import mock
 
-from ft.job.quorum import decide, reactions, state
+from ft.job.quorum import decide, reactions, values
 from ft.job.quorum.dispatch import Dispatch
-from ft.job.quorum.state import NO_STATE
+from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
 from ft.systems.hsdp import exchange, protocol
 from ft.systems.hsdp.protocol import Membership, Retry, Steps
@@ -233,8 +233,8 @@ async def _leaves_at_once(right, self, is_saved):
 PLANTS += (
     Mutant("keeps the addresses of an earlier life", Dispatch, "_welcome", _entry_is_kept("_rows")),
     Mutant("answers on a leader's first connection", Dispatch, "_welcome", _entry_is_kept("_leaders")),
-    Mutant("an estimate has the name of the exact state", state, "estimated", lambda _: lambda lineage, *__: lineage),
-    Mutant("two estimates have one name", state, "estimated", lambda right: lambda lineage, *_: right(lineage, 0, 0)),
+    Mutant("an estimate has the name of the exact state", values, "estimated", lambda _: lambda lineage, *__: lineage),
+    Mutant("two estimates have one name", values, "estimated", lambda right: lambda lineage, *_: right(lineage, 0, 0)),
     Mutant("forgets how far a mended replica is", reactions, "hello", lambda right: lambda *given: right(*given[:5])),
     Mutant(
         "a mended replica leaves before the last checkpoint",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ft.job.quorum.state import Quorum
+from ft.job.quorum.values import Quorum
 from ft.systems.hsdp.exchange import Comparison
 from ft.systems.hsdp.protocol import Agreed, Membership, Question, Retry, Steps, sources
 from tests.simulation.engine import Signal, Thread, pause

@@ -13,8 +13,8 @@ from unittest import mock
 
 from ft.base.errors import FtError
 from ft.job.quorum import client as clients
-from ft.job.quorum import state
-from ft.job.quorum.state import Quorum, Report
+from ft.job.quorum import values
+from ft.job.quorum.values import Quorum, Report
 from ft.systems.hsdp.protocol import Agreed
 from tests.simulation.engine import Signal, pause
 from tests.simulation.hsdp.held import Held
@@ -107,7 +107,7 @@ class Agent:
             return None
         number = self._number + 1
         content = hash((found.chain, -8, self.replica, number))
-        lineage = state.estimated(found.lineage, self.replica, number)
+        lineage = values.estimated(found.lineage, self.replica, number)
         estimate = Held(found.step, lineage, content, found.positions)
         self.world.checks.estimated(found, estimate)
         self.world.note("replica {}: estimates {}", self.replica, estimate.name)

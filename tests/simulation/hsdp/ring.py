@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ft.job.quorum.state import Quorum
+from ft.job.quorum.values import Quorum
 from ft.systems.hsdp import exchange
 from ft.systems.hsdp.exchange import Comparison
 from tests.simulation.hsdp.held import Contribution

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ft.base.errors import FtError
 from ft.job.quorum.decide import QuorumDecision
 from ft.job.quorum.dispatch import Dispatch, Peer
-from ft.job.quorum.state import QuorumOptions, pack, unpack
+from ft.job.quorum.state import QuorumOptions
+from ft.job.quorum.values import pack, unpack
 from tests.simulation.engine import Lane
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ processes. A ring is an all-reduce of gradients between the ranks with the same 
 import random
 from collections.abc import Callable
 
-from ft.job.quorum.state import Quorum, QuorumOptions
+from ft.job.quorum.state import QuorumOptions
+from ft.job.quorum.values import Quorum
 from tests.simulation import engine
 from tests.simulation.hsdp.checks import Checks
 from tests.simulation.hsdp.faults import Schedule
