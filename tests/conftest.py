@@ -1,15 +1,13 @@
 """Fixtures for all tests: `ranks` runs a function on forked ranks (see tests/helpers/harness).
 
-Tests with the marker `alone` run while no other test of the session does, also where pytest-xdist runs several at once.
 Tests with the marker `long` are skipped unless `-m` chooses them. At the end of a test session all skipped tests are
 listed, one line for each reason; `--durations-file FILE` writes there what took the time.
 """
 
-import contextlib
-import fcntl
 import importlib
 import json
 import os
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 from harness import Ranks
 
-pytest_plugins = ["hot_swap_fixtures", "snapshot_fixtures"]
+pytest_plugins = ["etcd_servers", "fetch_sources", "groups_worker", "hot_swap_fixtures", "snapshot_fixtures"]
 
 LONGEST_FIRST = ("tests/end_to_end/", "tests/processes/", "tests/pure/")
 LONG = "of the long tier (./tests/run.sh long, or pytest -m long)"
@@ -40,18 +38,12 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Let tests of several processes of pytest-xdist run at the same time, except beside one that runs alone."""
-    if not hasattr(item.config, "workerinput"):
-        return (yield)
-    # The processes' temporary folders are in the same folder.
-    folder = Path(item.config._tmp_path_factory.getbasetemp()).parent
-    with open(folder / "door", "w") as door, open(folder / "room", "w") as room:
-        with locked(door, fcntl.LOCK_EX):  # whoever waits for the room to be empty keeps the next ones out
-            fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        with contextlib.closing(room):
-            return (yield)
+@pytest.fixture
+def seed():
+    """Draw a seed below 2^30, and print it, to be given in the variable FT_TEST_SEED to see a failure again."""
+    drawn = int(os.environ.get("FT_TEST_SEED") or random.SystemRandom().randrange(1 << 30))
+    print("seed", drawn)
+    return drawn
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +54,6 @@ def unchanged_environment():
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def locked(file, how):
-    fcntl.flock(file, how)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from etcd_servers import etcd  # noqa: F401 - a fixture
 from ft_runs import Running, flags, leftovers
 from pythons import python
 from waiting import eventually
@@ -30,7 +29,7 @@ class Node(Running):
 
 
 @pytest.fixture
-def nodes(corpus, tmp_path, etcd):  # noqa: F811
+def nodes(corpus, tmp_path, etcd):
     servers = etcd(3)
     options = f"--nnodes {NODES} --standby-nodes 1 --nproc-per-node 2 --control {servers.url} --local-addr 127.0.0.1 "
     options += f"--rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')}"
@@ -70,7 +69,7 @@ def wait(node: Node):
     return node.wait(LIMIT_S)
 
 
-def test_an_earlier_run_of_the_same_name_is_refused(corpus, tmp_path, etcd):  # noqa: F811
+def test_an_earlier_run_of_the_same_name_is_refused(corpus, tmp_path, etcd):
     url = etcd(1).url
     words = ["-m", "ft", "run", "--nproc-per-node", "2", "--control", url, "--rdzv-id", "again"]
     codes = []

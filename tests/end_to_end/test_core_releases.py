@@ -20,11 +20,6 @@ LAYOUT = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def oldest_core(request, tmp_path_factory) -> Path:
     """A folder to put first on the path: the oldest megatron-core that is supported, for this Python."""
     if version("megatron-core") == OLDEST:

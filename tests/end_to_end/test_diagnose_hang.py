@@ -35,25 +35,21 @@ def command(*arguments) -> CompletedProcess:
     return ft("diagnose", "hang", *arguments)
 
 
-def test_who_is_blocked_in_its_own_code_is_named_with_its_line(corpus, quick, tmp_path):
-    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 12), options=f"{quick} --inject stall@step=6:rank=1")
+def test_who_is_blocked_in_its_own_code_is_named_with_its_line_and_then_a_stopped_process(corpus, quick, tmp_path):
+    options = f"{quick} --inject stall@step=6:rank=1,hang@step=12:rank=2"
+    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 18), options=options)
     assert done.code == 0 and done.named("looked"), done.explain()
-    code, found = diagnose(tmp_path / "run")
+    code, found = diagnose(tmp_path / "run", "--look", "1")
     assert code == 1, found
     first = found["causes"][0]
     assert (first["rank"], first["kind"]) == (1, "busy"), found
     assert "ft/faults/worker.py" in first["where"], found
     assert {rank for wait in found["waiting"] for rank in wait["ranks"]} == {0, 2, 3}, found
     assert len(found["causes"]) == 1, found
-    said = command(tmp_path / "run", "--picture", tmp_path / "hang.png")
+    said = command(tmp_path / "run", "--look", "1", "--picture", tmp_path / "hang.png")
     assert said.stdout.startswith("look at 4 ranks") and (tmp_path / "hang.png").stat().st_size > 0, said
-    assert [event.rank for event in done.named("fault_detected")] == [1], "an innocent rank was replaced"
+    assert [event.rank for event in done.named("fault_detected")] == [1, 2], "an innocent rank was replaced"
     assert "cause     busy: rank 1" in done.output and f"ft diagnose hang {tmp_path}/run --look 1" in done.output
-
-
-def test_a_stopped_process_is_named(corpus, tmp_path):
-    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 12), options="--inject hang@step=6:rank=2")
-    assert done.code == 0, done.explain()
     code, found = diagnose(tmp_path / "run")
     assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(2, "stopped")], found
 

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from fault_bundles import BUNDLES
-from ft_runs import flags, ft_run
+from ft_runs import Nodes, flags, ft_run
 from pythons import python
-from test_hot_swap_nodes import Node
 
-from ft.base.errors import ENDED_EARLY, NOT_SAVED
+from ft.base.errors import ENDED_EARLY
 from ft.faults.table import HARMLESS, IN_PLACE, REPLACED, RESTARTED, TABLE, UNNOTICED
 from ft.faults.verdict import of_error
-from ft.platform.network import free_port
+from ft.observe.report.record import load
 from ft.record.recoveries import recoveries
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
@@ -49,34 +48,21 @@ def check(row, recovery, done) -> None:
     assert recovery.signal in (row.sign.signal, *row.seldom), f"{row.name}\n{done.explain()}"
 
 
-def test_what_a_full_disk_leads_to_is_said(corpus, tmp_path):
-    saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 4"
-    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), options="--inject disk-full@step=6:rank=2:for=300s")
-    assert done.code == NOT_SAVED, done.explain()
-    assert "FAILED: rank 2: " in done.output and "too big" in done.output, done.explain()
-    assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == ["iter_0000004"]
-
-
 def test_a_stray_sigterm_saves_and_ends_the_run(corpus, tmp_path):
     saving = f"{LAYOUT} --save {tmp_path}/save"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 2000), options="--inject terminate@step=8:rank=1")
     assert done.code == ENDED_EARLY, done.explain()
     assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
-    assert len(done.losses) < 2000
+    last = len(done.losses)
+    assert last < 2000 and [event.step for event in done.named("saved")] == [last], done.explain()
+    assert load(done.folder).state == f"ended early (SIGTERM) at {last} of 2000"
 
 
 def test_a_node_with_other_flags_is_found_before_training(corpus, tmp_path):
-    port, script = free_port(), flags(corpus, LAYOUT, 20)
-    nodes = [
-        Node(tmp_path, rank, port, script + (" --lr 2e-2" if rank == 1 else ""), nnodes=2, standby_nodes=0)
-        for rank in (0, 1)
-    ]
-    try:
+    with Nodes(tmp_path, flags(corpus, LAYOUT, 20), 1, nnodes=2, standby_nodes=0) as nodes:
+        nodes.add(1, script_flags="--lr 2e-2")
         done = nodes[0].wait(180)
         assert nodes[1].process.wait(180) == 2
-    finally:
-        for node in nodes:
-            node.stop()
     assert done.code == 2, done.explain()
     assert "--lr: " in done.output and "0.02" in done.output and "fix: " in done.output, done.explain()
     assert not done.named("epoch_opened") and not (done.folder / "metrics.jsonl").exists()
@@ -85,14 +71,9 @@ def test_a_node_with_other_flags_is_found_before_training(corpus, tmp_path):
 @pytest.mark.long
 def test_a_node_that_loses_its_power_is_replaced(corpus, reference, tmp_path):
     # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
-    layout, port = f"{LAYOUT} --use-tp-pp-dp-mapping", free_port()
-    script = flags(corpus, layout, 60)
-    nodes = [Node(tmp_path, rank, port, script, options="--inject kill@step=6:node=n1") for rank in range(3)]
-    try:
+    layout = f"{LAYOUT} --use-tp-pp-dp-mapping"
+    with Nodes(tmp_path, flags(corpus, layout, 60), 3, "--inject kill@step=6:node=n1") as nodes:
         done = nodes[0].wait(180)
-    finally:
-        for node in nodes:
-            node.stop()
     assert done.code == 0 and not done.named("restarted"), done.explain()
     assert "node lost" in [event.detail["signal"] for event in done.named("fault_detected")], done.explain()
     assert done.losses == reference(4, layout, 60)

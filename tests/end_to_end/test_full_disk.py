@@ -151,9 +151,11 @@ def test_a_file_that_cannot_be_made_now_is_made_when_there_is_room(disk):
 @pytest.mark.parametrize(
     ("redirected", "said"),
     [
-        ("2>{said} >/dev/full", "could not be written to stdout (No space left on device)"),
+        pytest.param(
+            "2>{said} >/dev/full", "could not be written to stdout (No space left on device)", marks=pytest.mark.long
+        ),
         ("2>{said} | head -2", "could not be written to stdout (Broken pipe)"),
-        (">&- 2>&- <&-", ""),
+        pytest.param(">&- 2>&- <&-", "", marks=pytest.mark.long),
     ],
     ids=["full", "closed pipe", "closed"],
 )

@@ -1,9 +1,6 @@
 """Faults on nodes that have just as many devices as workers: a standby there has no device of its own."""
 
-from ft_runs import ROOT, flags, leftovers
-from test_hot_swap_nodes import Node
-
-from ft.platform.network import free_port
+from ft_runs import ROOT, Nodes, flags
 
 SCRIPT = str(ROOT / "tests" / "helpers" / "counted_devices_gpt.py")
 LAYOUT, STEPS = "--use-distributed-optimizer", 40
@@ -12,17 +9,12 @@ LAYOUT, STEPS = "--use-distributed-optimizer", 40
 def test_a_worker_is_replaced_on_its_own_node_if_the_standbys_node_is_full(corpus, reference, monkeypatch, tmp_path):
     """The only standby is on n0, whose devices are in use. It must not take the rank that n1 has lost."""
     monkeypatch.setenv("COUNTED_DEVICES", "2")
-    port, wanted = free_port(), flags(corpus, LAYOUT, STEPS)
-    common = "--devices-per-node 2 --inject kill@step=5:rank=3"
-    how = {"nnodes": 2, "standby_nodes": 0, "script": SCRIPT}
-    nodes = [Node(tmp_path, rank, port, wanted, f"{common} --standby {1 - rank}", **how) for rank in range(2)]
-    try:
+    how = {"options": "--devices-per-node 2 --inject kill@step=5:rank=3", "nnodes": 2, "standby_nodes": 0}
+    with Nodes(tmp_path, flags(corpus, LAYOUT, STEPS), script=SCRIPT, **how) as nodes:
+        for rank in range(2):
+            nodes.add(rank, f"--standby {1 - rank}")
         done = nodes[0].wait(180)
         assert done.code == 0 and nodes[1].process.wait(180) == 0, done.explain()
-    finally:
-        for node in nodes:
-            node.stop()
-    assert not leftovers(nodes[0].folder)
     assert not done.named("restarted") and not done.named("device_unusable"), done.explain()
     seats = done.named("epoch_opened")[-1].detail["seats"]
     assert seats["3"].startswith("n1.") and done.named("fault_injected"), done.explain()

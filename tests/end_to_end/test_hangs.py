@@ -9,6 +9,7 @@ import megatron_lm_trees as checkouts
 import psutil
 import pytest
 import replica_runs
+from agent_jobs import ROOT, Job
 from ft_runs import Running, flags, ft_run
 from test_megatron_lm import TWO_STAGES, of_run, of_steps
 
@@ -90,7 +91,8 @@ OUT_OF_STEP = "--inject out-of-step@step=6:rank=1:phase=optimizer"
 """Ranks 1 and 3 hang in the optimizer step; ranks 0 and 2 go on, and wait for them in a collective of what follows."""
 
 
-@pytest.mark.parametrize("what", ["evaluate", pytest.param("save", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["evaluate", "save"])
 def test_a_mismatch_that_others_meet_in_an_evaluation_or_a_save_is_recovered_in_place(
     corpus, reference, quick, tmp_path, what
 ):
@@ -104,7 +106,7 @@ def test_a_mismatch_that_others_meet_in_an_evaluation_or_a_save_is_recovered_in_
     assert done.losses == reference(4, TP, 12)
 
 
-def test_sigterm_while_all_wait_ends_the_run_with_a_checkpoint(corpus, reference, quick, tmp_path):
+def test_sigterm_while_all_wait_because_of_a_mismatch_ends_the_run_with_a_checkpoint(corpus, quick, tmp_path):
     train = flags(corpus, f"{TP} --save {tmp_path}/ck --save-interval 6", 500)
     run = Running(tmp_path / "run", "pretrain_gpt.py", train, options=f"{quick} {OUT_OF_STEP}")
     run.wait_for(lambda: run.step() >= 5)
@@ -112,7 +114,9 @@ def test_sigterm_while_all_wait_ends_the_run_with_a_checkpoint(corpus, reference
     done = run.wait()
     assert done.code == ENDED_EARLY, done.explain()
     (recovery,) = recoveries(done.events)
-    assert (recovery.outcome, recovery.signal) == ("in place", "standstill"), done.explain()
+    assert (recovery.outcome, recovery.signal, recovery.seats) == ("in place", "standstill", []), done.explain()
+    (fault,) = done.named("fault_detected")
+    assert fault.rank == 1 and "mismatch: rank 1" in fault.detail["reason"], fault
     assert len(done.losses) < 500 and done.named("saved")[-1].step == len(done.losses), done.explain()
 
 
@@ -147,3 +151,35 @@ def test_a_checkout_of_megatron_lm_is_protected_against_hangs_on_devices(quick, 
     done = checkouts.protected(script, TWO_STAGES, tmp_path / "run", options)
     assert done.returncode == 0 and done.stdout.count("-- recovery ") == 1, done.stdout[-5000:]
     assert of_run(tmp_path / "run") == of_steps(plain)
+
+
+UNEVEN = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import own_trainer, torch
+import torch.distributed as dist
+
+real = own_trainer.train_step
+
+def train_step(model, optimizer, step):
+    if step == 3 and dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1))  # nobody else calls it
+    return real(model, optimizer, step)
+
+own_trainer.train_step = train_step
+own_trainer.main()
+"""
+
+
+@pytest.mark.long
+def test_an_operation_that_only_some_ranks_call_ends_the_run(tmp_path):
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    flags = ["--run-dir", "run", "--nproc-per-node", "2", "uneven.py", "--steps", "6"]
+    job = Job(tmp_path, flags)
+    try:
+        assert job.wait(180) == 1
+        said = job.text()
+        assert "training has stopped 3 times after committed step 3" in said, said
+        assert "waited in" in said and "all workers wait" in said
+    finally:
+        job.close()

@@ -5,25 +5,21 @@ import signal
 import socket
 
 import planted_node
-from ft_runs import ROOT, flags, ft_run, leftovers
-from test_hot_swap_nodes import Node
+from ft_runs import ROOT, Nodes, flags, ft_run
 
 from ft import cli
 from ft.base import events
-from ft.platform.network import free_port
 
 LAYOUT, STEPS = "--use-distributed-optimizer", 120
 
 
 def test_a_node_with_a_memory_error_gets_no_further_worker(corpus, reference, monkeypatch, tmp_path, capsys):
     """The lost worker's node has a standby, which is preferred otherwise."""
-    port, wanted = free_port(), flags(corpus, LAYOUT, STEPS)
-    nodes = []
-    try:
+    how = {"options": "--standby 1 --health drain", "nnodes": 2, "standby_nodes": 0}
+    with Nodes(tmp_path, flags(corpus, LAYOUT, STEPS), **how) as nodes:
         for rank in range(2):
             monkeypatch.setenv("FT_HEALTH_ROOT", str(planted_node.plant(tmp_path / f"tree{rank}")))
-            options = "--standby 1 --health drain"
-            nodes.append(Node(tmp_path, rank, port, wanted, options, nnodes=2, standby_nodes=0))
+            nodes.add(rank)
         log = nodes[0].folder / "events.jsonl"
 
         def seen(name):
@@ -36,10 +32,6 @@ def test_a_node_with_a_memory_error_gets_no_further_worker(corpus, reference, mo
         os.kill(next(each.detail["pid"] for each in seen("worker_started") if each.worker == victim), signal.SIGKILL)
         done = nodes[0].wait(180)
         assert done.code == 0 and nodes[1].process.wait(180) == 0, done.explain()
-    finally:
-        for node in nodes:
-            node.stop()
-    assert not leftovers(nodes[0].folder)
     (found,) = done.named("health_found")
     assert (found.node, found.detail["device"], found.detail["acts"]) == ("n1", "mc0", True)
     seats = done.named("epoch_opened")[-1].detail["seats"]

@@ -6,11 +6,10 @@ import socket
 import time
 
 import pytest
-from ft_runs import Finished, Running, flags, leftovers
+from ft_runs import Finished, Nodes, Running, flags
 
 from ft.observe.report.record import load
 from ft.observe.report.status import status
-from ft.platform.network import free_port
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -25,19 +24,13 @@ STEPS = 120
     ],
 )
 def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_path):
-    port = free_port()
-    nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS)) for rank in range(3)]
-    try:
+    with Nodes(tmp_path, flags(corpus, LAYOUT, STEPS), 3) as nodes:
         stays = nodes[1 - lost]
         stays.wait_for(lambda: stays.step() >= 5)
         os.kill(nodes[lost].process.pid, signal.SIGKILL)
         done = stays.wait(180)
         assert done.code == 0, done.explain()
         assert nodes[2].process.wait(180) == 0
-    finally:
-        for node in nodes:
-            node.stop()
-    assert not leftovers(stays.folder)
     fault = done.named("fault_detected")[-1]  # its neighbours may have lost their connections to it before
     assert fault.detail["signal"] == "node lost" and not done.named("restarted"), done.explain()
     assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {
@@ -50,22 +43,17 @@ def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_pa
 
 @pytest.mark.long
 def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_place(corpus, reference, tmp_path):
-    steps, port = 500, free_port()
-    wanted = flags(corpus, LAYOUT, steps)
-    nodes = [Node(tmp_path, rank, port, wanted) for rank in range(3)]
-    try:
+    steps = 500
+    with Nodes(tmp_path, flags(corpus, LAYOUT, steps), 3) as nodes:
         first = nodes[0]
         first.wait_for(lambda: first.step() >= 5)
         os.kill(nodes[1].process.pid, signal.SIGKILL)
-        nodes.append(Node(tmp_path, 1, port, wanted))
+        nodes.add(1)
         first.wait_for(lambda: ready_on("n1-2", first) == 2 and is_replaced("n1", first))
         os.kill(first.process.pid, signal.SIGKILL)
         done = nodes[2].wait(180)
         assert done.code == 0 and nodes[3].process.wait(180) == 0, done.explain()
-    finally:
-        for node in nodes:
-            node.stop()
-    assert not leftovers(first.folder) and not done.named("restarted")
+    assert not done.named("restarted")
     assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {"n2", "n1-2"}
     assert done.losses == reference(4, LAYOUT, steps)
 
@@ -93,25 +81,3 @@ def is_replaced(node: str, run: Running) -> bool:
     opened, resumed = seen.named("epoch_opened")[-1], seen.named("resumed")[-1]
     seats = {seat.split(".")[0] for seat in opened.detail["seats"].values()}
     return node not in seats and resumed.monotonic > opened.monotonic
-
-
-class Node(Running):
-    """One node of several, the last ``standby_nodes`` of which carry standbys; all on this machine."""
-
-    def __init__(
-        self,
-        tmp_path,
-        rank: int,
-        port: int,
-        script_flags: str,
-        options: str = "",
-        *,
-        nnodes: int = 3,
-        standby_nodes: int = 1,
-        script: str = "pretrain_gpt.py",
-    ):
-        self.folder = tmp_path / "run"
-        self._log = tmp_path / f"node{rank}.{time.monotonic()}.out"
-        words = ["--nnodes", nnodes, "--node-rank", rank, "--standby-nodes", standby_nodes, "--nproc-per-node", 2]
-        words += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", self.folder, *options.split()]
-        self._begin([*words, script, *script_flags.split()])

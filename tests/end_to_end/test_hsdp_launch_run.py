@@ -146,20 +146,13 @@ def test_a_killed_agent_is_started_again_without_its_leftovers_in_a_life_of_its_
     assert run.text().count("its agent was killed by SIGKILL; another one is started") == 2
 
 
-def test_a_second_launcher_in_the_folder_of_a_run_is_refused_and_changes_nothing(replicas):
+def test_a_second_launcher_is_refused_and_changes_nothing_and_nothing_outlives_the_first_that_is_killed(replicas):
     run = replicas()
     run.wait_trains()
     second = replicas()
     assert second.wait() == 2, second.text()
     assert f"whose node 0 is at work: ft run on {socket.gethostname()}, pid {run.process.pid}, since" in second.text()
-    run.stop()
-    assert run.wait() == 0, run.text()
     assert not run.events(0, events.RESTARTED) and not run.events(1, events.RESTARTED)
-
-
-def test_nothing_outlives_a_killed_launcher(replicas):
-    run = replicas()
-    run.wait_trains()
     assert len(run.left()) > 2 * (EACH + 2)
     run.process.kill()
     run.process.wait()

@@ -13,7 +13,7 @@ from replica_runs import Done, Replicas, train
 from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 
 from ft.base import events
-from ft.base.errors import ENDED_EARLY, NOT_SAVED, UserError
+from ft.base.errors import ENDED_EARLY, NOT_SAVED
 from ft.observe.report import lineage, record
 from ft.observe.report.status import as_text, status
 
@@ -202,61 +202,8 @@ def test_a_checkpoint_of_three_replicas_goes_on_with_two_and_every_sample_is_see
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-NO_CP = "--context-parallel-size needs Transformer Engine, which is not installed"
-"""Core's own attention has no CP; where Transformer Engine is, replicas have it as any world does."""
-
-
-@pytest.mark.parametrize(
-    ("extra", "batch", "says"),
-    [
-        pytest.param("", 12, "global batch 12 is not a multiple of 2 replicas", id="batch", marks=LONG),
-        pytest.param("--context-parallel-size 2", 8, NO_CP, id="CP", marks=LONG),
-    ],
-)
-def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, corpus, tmp_path):
-    done = train(tmp_path / "run", replica_runs.flags(corpus, extra, 4, batch), replicas=2, nproc=4)
-    assert done.code == 2 and says in done.output, done.explain()
-
-
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
-        ("--qk-clip", "--qk-clip does not go with replicas: each would clip by its own attention logits"),
-        (
-            "--num-experts 4 --moe-router-enable-expert-bias",
-            "--moe-router-enable-expert-bias does not go with replicas",
-        ),
-        (
-            "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss global_aux_loss "
-            "--moe-aux-loss-coeff 1e-2 1e-2",
-            "global_aux_loss does not go with replicas",
-        ),
-        (
-            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
-            "global_aux_loss does not go with replicas",
-        ),
-        (
-            "--metrics-file m.jsonl",
-            "--metrics-file does not go with replicas: all of them would write to",
-        ),
-        ("--ft-checkfree", "--ft-checkfree needs hot-swap"),
-    ],
-)
-def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp_path):
-    from megatron.ft_trainer.arguments import check, parse
-
-    options = parse(replica_runs.flags(corpus, extra, batch=8))
-    with pytest.raises(UserError, match=says):
-        check(options, 1, has_te=False, replicas=2)
-
-
-def test_standbys_of_replicas_without_hot_swap_are_refused(corpus, tmp_path):
-    done = train(tmp_path / "run", replica_runs.flags(corpus, "", 4), replicas=2, nproc=2, options="--standby 1")
-    assert done.code == 2 and "only with --ft-hot-swap" in done.output, done.explain()
-
-
 @pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
-@pytest.mark.parametrize(("hot_swap", "nproc"), [("", 2), ("--ft-hot-swap", 4)])
+@pytest.mark.parametrize(("hot_swap", "nproc"), [("", 2), pytest.param("--ft-hot-swap", 4, marks=LONG)])
 def test_the_last_checkpoint_of_replicas_that_cannot_be_saved(small_disk, hot_swap, nproc, corpus, tmp_path):
     saving = f"{hot_swap} --save {small_disk} --save-interval 4"
     done = train(tmp_path / "run", replica_runs.flags(corpus, saving, 6, 8), replicas=2, nproc=nproc)

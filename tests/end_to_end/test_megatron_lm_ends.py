@@ -8,12 +8,10 @@ import signal
 
 import megatron_lm_trees as checkouts
 import pytest
-from ft_runs import Finished, Running, ft_run, leftovers
-from test_hot_swap_nodes import Node
+from ft_runs import Finished, Nodes, Running, ft_run
 from test_megatron_lm import of_run, of_steps
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED
-from ft.platform.network import free_port
 from ft.record.run import load
 
 TINY = (
@@ -76,18 +74,14 @@ def test_a_last_save_that_fails_ends_the_run_with_a_state_and_a_code(tmp_path, s
 
 @pytest.mark.long
 def test_a_standby_node_takes_a_lost_nodes_place(tmp_path):
-    script, port = checkouts.tree("0.16") / "pretrain_gpt.py", free_port()
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
     plain, _ = checkouts.plain(script, NODES, tmp_path / "plain")
-    nodes = [Node(tmp_path, rank, port, f"{NODES} --ft-hot-swap", script=str(script)) for rank in range(3)]
-    try:
+    with Nodes(tmp_path, f"{NODES} --ft-hot-swap", 3, script=str(script)) as nodes:
         nodes[0].wait_for(lambda: nodes[0].step() >= 3, LIMIT_S)
         os.kill(nodes[1].process.pid, signal.SIGKILL)
         done = nodes[0].wait(LIMIT_S)
         assert done.code == 0 and nodes[2].process.wait(180) == 0, done.explain()
-    finally:
-        for node in nodes:
-            node.stop()
-    assert not leftovers(done.folder) and not done.named("restarted"), done.explain()
+    assert not done.named("restarted"), done.explain()
     seats = done.named("epoch_opened")[-1].detail["seats"].values()
     assert {seat.split(".")[0] for seat in seats} == {"n0", "n2"}, done.explain()
     assert of_run(done.folder) == of_steps(plain)

@@ -3,6 +3,7 @@
 The checkouts are found by ``megatron_lm_trees``; without them the tests are skipped.
 """
 
+import functools
 import math
 
 import megatron_lm_trees as checkouts
@@ -49,6 +50,26 @@ def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
     check_went_on(steps, output, 8)
 
 
+@pytest.fixture(scope="module")
+def of_reference_trainer(tmp_path_factory):
+    """Return a function that trains this project's reference trainer, with the same flags once only."""
+
+    @functools.cache
+    def train(flags: str, ranks: int) -> dict[int, tuple[str, str]]:
+        folder = tmp_path_factory.mktemp("ours")
+        flags = f"{flags} --data-cache-path {folder}/cache --reference-trainer"
+        found, _ = trained(checkouts.ROOT / "pretrain_gpt.py", flags, folder / "run", ranks=ranks)
+        norms = {step: float(numpy.float32(float.fromhex(norm))).hex() for step, (_, norm) in found.items()}
+        return {step: (loss, norms[step]) for step, (loss, _) in found.items()}
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return checkouts.write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
+
+
 @pytest.mark.parametrize(
     ("release", "more", "ranks"),
     [
@@ -58,18 +79,17 @@ def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
         pytest.param("0.19", TIED, 8, marks=pytest.mark.long),
     ],
 )
-def test_swapped_ends_train_as_those_of_the_reference_trainer_bit_for_bit(tmp_path, release, more, ranks):
+def test_swapped_ends_train_as_those_of_the_reference_trainer_bit_for_bit(
+    release, more, ranks, corpus, of_reference_trainer, tmp_path
+):
     """With dropout, evaluations and real data. The checkout logs gradient norms in fp32, and its NullTokenizer of 0.16
     has one id more.
     """
-    corpus = checkouts.write_corpus(tmp_path / "corpus")
-    flags = f"{FOUR_STAGES} {more} --data-path {corpus} --data-cache-path {tmp_path}/cache --ft-checkfree-plus"
-    theirs = flags.replace("--vocab-size 128", "--vocab-size 127") if release == "0.16" else flags
+    flags = f"{FOUR_STAGES} {more} --data-path {corpus} --ft-checkfree-plus"
+    theirs = f"{flags} --data-cache-path {tmp_path}/cache"
+    theirs = theirs.replace("--vocab-size 128", "--vocab-size 127") if release == "0.16" else theirs
     found, _ = trained(checkouts.tree(release) / "pretrain_gpt.py", theirs, tmp_path / "theirs", ranks=ranks)
-    reference = f"{flags} --reference-trainer"
-    expected, _ = trained(checkouts.ROOT / "pretrain_gpt.py", reference, tmp_path / "ours", ranks=ranks)
-    rounded = {step: float(numpy.float32(float.fromhex(norm))).hex() for step, (_, norm) in expected.items()}
-    assert found == {step: (loss, rounded[step]) for step, (loss, _) in expected.items()} and len(found) == 8
+    assert found == of_reference_trainer(flags, ranks) and len(found) == 8
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,10 @@ def losses(file) -> dict[int, float]:
     ("kind", "says"),
     [
         (
-            "adam",
-            ["the optimizer is a __main__.PlainAdam, and not megatron-core's: no snapshot would hold its weights"],
-        ),
-        (
             "ddp",
             ["parallel_state is not initialised", "DistributedDataParallel, which lacks", "torch.optim.adamw.AdamW"],
         ),
         ("fsdp2", ["are DTensors, which no snapshot holds: 0.weight", "FSDPSequential, which lacks what a recovery"]),
-        ("forgotten", ["1 parameter(s) of the model chunks belong to no part of the optimizer"]),
     ],
 )
 def test_a_loop_that_could_not_be_restored_is_refused_before_its_first_step(kind, says, tmp_path):
@@ -39,7 +34,7 @@ def test_a_loop_that_could_not_be_restored_is_refused_before_its_first_step(kind
 
 def test_frozen_weights_are_restored(tmp_path):
     found = {}
-    for name, faults in (("undisturbed", ""), ("faulty", "--inject kill@step=3:rank=1,kill@step=5:rank=3")):
+    for name, faults in (("undisturbed", ""), ("faulty", "--inject kill@step=3:rank=1,hang@step=5:rank=3")):
         file = tmp_path / f"{name}.jsonl"
         done = ft_run(tmp_path / name, f"frozen --steps 7 --losses {file}", script=LOOPS, options=faults)
         assert done.code == 0, done.explain()

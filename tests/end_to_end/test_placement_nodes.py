@@ -3,11 +3,9 @@ node's loss takes whole data-parallel groups; their state comes from copies that
 
 import os
 import signal
-import socket
 
 import pytest
-from ft_runs import flags, ft_run, leftovers
-from test_hot_swap_nodes import Node
+from ft_runs import Nodes, flags, ft_run
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 STEPS = 120
@@ -17,21 +15,13 @@ STEPS = 120
 def test_a_node_with_whole_data_parallel_groups_is_recovered_from_copies_elsewhere(corpus, reference, tmp_path):
     topology = tmp_path / "topology"
     topology.write_text("n0 rack=a\nn1 rack=b\nn2 rack=b\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    nodes = [Node(tmp_path, rank, port, flags(corpus, LAYOUT, STEPS), f"--topology {topology}") for rank in range(3)]
-    try:
+    with Nodes(tmp_path, flags(corpus, LAYOUT, STEPS), 3, f"--topology {topology}") as nodes:
         first = nodes[0]
         first.wait_for(lambda: first.step() >= 5)
         os.kill(nodes[1].process.pid, signal.SIGKILL)
         done = first.wait(180)
         assert done.code == 0, done.explain()
         assert nodes[2].process.wait(180) == 0
-    finally:
-        for node in nodes:
-            node.stop()
-    assert not leftovers(first.folder)
     assert not done.named("restarted"), done.explain()
     placed = done.named("copies_placed")
     assert len(placed) == 2 and all(not event.detail["problems"] for event in placed), done.explain()

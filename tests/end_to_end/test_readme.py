@@ -90,7 +90,7 @@ def walked() -> list:
     """A parameter for each command that an entry runs."""
     entries = [(command, readme_walk.entry_for(command)) for command in COMMANDS]
     return [
-        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] * (walk.name not in readme_walk.EVERY_TIME))
+        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] * (not walk.every_time))
         for command, walk in entries
         if walk and not walk.not_run
     ]
@@ -103,7 +103,7 @@ def walker(tmp_path_factory):
 
 def test_the_walk_knows_every_command():
     unknown = [command for command in COMMANDS if not readme_walk.entry_for(command)]
-    assert not unknown, f"say in tests/helpers/readme_walk.py how the walk runs it, or why it does not: {unknown}"
+    assert not unknown, f"say in tests/helpers/readme_walk.toml how the walk runs it, or why it does not: {unknown}"
 
 
 def test_every_entry_is_for_a_command():
@@ -116,10 +116,6 @@ def test_every_entry_fits_the_command_as_it_is_written():
         if walk and not walk.not_run:
             scaled = walk.scaled(command)
             assert not set(scaled) & set("<>") and "..." not in scaled.split(), f"a placeholder is left: {scaled}"
-
-
-def test_what_runs_every_time_has_an_entry():
-    assert not set(readme_walk.EVERY_TIME) - {walk.name for walk in readme_walk.TABLE}
 
 
 def test_what_the_documents_name_is_there():

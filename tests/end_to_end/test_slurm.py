@@ -309,7 +309,13 @@ def test_a_job_that_usr1_ends_early_saves_and_is_queued_again_until_all_steps_ar
     assert losses(job.steps(), job.steps(1)) == reference(4, LAYOUT, STEPS)
 
 
-@pytest.mark.parametrize("example", ["hot_swap.sbatch", "hot_swap_cluster.sbatch", "hsdp.sbatch"])
+def test_the_examples_of_hot_swap_end_alike():
+    names = ("hot_swap.sbatch", "hot_swap_cluster.sbatch")
+    ends = {(ROOT / "examples" / "slurm" / name).read_text().partition("|| code=$?\n")[2] for name in names}
+    assert len(ends) == 1 and "scontrol requeue" in ends.pop()
+
+
+@pytest.mark.parametrize("example", ["hot_swap.sbatch", "hsdp.sbatch"])
 @pytest.mark.parametrize(
     ("srun", "ended", "array", "code", "called"),
     [

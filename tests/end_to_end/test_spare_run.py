@@ -11,12 +11,12 @@ CLOSE, BOUND = 2e-3, 2e-2
 """Of losses, of the first steps and of all: sums in another order, and what training makes of that."""
 
 
-@pytest.fixture
-def whole(ranks, corpus, tmp_path):
+@pytest.fixture(scope="module")
+def whole(_warm_ranks, corpus, tmp_path_factory):
     """Losses of ordinary data parallelism with the same global batch."""
-    file = tmp_path / "reference.jsonl"
+    file = tmp_path_factory.mktemp("reference") / "metrics.jsonl"
     wanted = flags(corpus, f"{DISTRIBUTED} --metrics-file {file}", STEPS)
-    ranks(small_runs.run, 3, wanted)
+    _warm_ranks(small_runs.run, 3, wanted)
     return small_runs.losses(file)
 
 

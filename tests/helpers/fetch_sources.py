@@ -1,13 +1,15 @@
 """Parts for tests of the catch-up: states, and sources in processes of their own."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
+import pytest
 import torch
+from waiting import eventually
 
 from ft.state.fetch import StateServer
 
@@ -92,5 +94,14 @@ def once_past(nbytes: int, act: Callable[[], None]) -> Callable[[bytes, int], by
     return answer
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+@pytest.fixture
+def closing():
+    """A stack of what has to be closed; afterwards no thread and no descriptor is left."""
+    threads, before = threading.active_count(), _descriptors()
+    with contextlib.ExitStack() as stack:
+        yield stack
+    eventually(lambda: threading.active_count() <= threads and _descriptors() <= before, "a thread or file is left")
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

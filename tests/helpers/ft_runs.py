@@ -16,6 +16,7 @@ from harness import started
 from nodes import Host
 
 from ft.base import events
+from ft.platform.network import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 180.0
@@ -115,6 +116,58 @@ class Running:
         for process in leftovers(self.folder):
             process.kill()
         return Finished(self.process.returncode, self.output(), self.folder)
+
+
+class Node(Running):
+    """One node of a run of several, all on this machine."""
+
+    def __init__(self, folder: Path, words: list):
+        self.folder = folder
+        self._log = folder.with_name(f"node.{time.monotonic()}.out")
+        self._begin(words)
+
+
+class Nodes(list[Node]):
+    """The nodes of a run with two workers each, of which the last ``standby_nodes`` carry standbys; stopped at the end.
+
+    Args:
+        tmp_path: has the folder ``run`` of the run.
+        script_flags: those of the script.
+        number: of nodes that are started at once.
+        options: those of ``ft run``.
+        nnodes: number of nodes of the run.
+    """
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        script_flags: str,
+        number: int = 0,
+        options: str = "",
+        *,
+        nnodes: int = 3,
+        standby_nodes: int = 1,
+        script: str = "pretrain_gpt.py",
+    ):
+        super().__init__()
+        self._folder, self._options, self._script = tmp_path / "run", options, [script, *script_flags.split()]
+        self._words = ["--nnodes", nnodes, "--standby-nodes", standby_nodes, "--nproc-per-node", 2]
+        self._words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--run-dir", self._folder]
+        for rank in range(number):
+            self.add(rank)
+
+    def add(self, rank: int, options: str = "", script_flags: str = "") -> None:
+        """Start a node, with further options and flags."""
+        words = [*self._words, "--node-rank", rank, *self._options.split(), *options.split()]
+        self.append(Node(self._folder, [*words, *self._script, *script_flags.split()]))
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(self, *error) -> None:
+        for node in self:
+            node.stop()
+        assert error[0] is not None or not leftovers(self._folder)
 
 
 def ft_run(folder: Path, flags: str, *, script: str = "pretrain_gpt.py", limit_s: float = LIMIT_S, **how) -> Finished:

@@ -1,4 +1,4 @@
-"""A worker for tests of process groups: it follows epochs through keys in a TCPStore."""
+"""A worker for tests of process groups: it follows epochs through keys in a store, which is a fixture."""
 
 import json
 import os
@@ -6,12 +6,28 @@ import threading
 import time
 from dataclasses import asdict
 
+import pytest
+
 from ft.job.parts import GroupReport
-from ft.net.store import StoreConnection
+from ft.net.store import StoreConnection, StoreServer
 from ft.state.groups import Groups, Rendezvous, plan_rebuild
 
 LIMIT_S = 20.0
 TOKEN = "the token of the test"
+
+
+@pytest.fixture
+def address():
+    """host:port of a store that outlives every rank."""
+    server = StoreServer("127.0.0.1", 0, TOKEN)
+    yield server.address
+    server.close()
+
+
+@pytest.fixture
+def control(address):
+    """The test's own view of the store."""
+    return connect(address)
 
 
 class Worker:

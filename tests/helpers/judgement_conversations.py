@@ -14,7 +14,7 @@ from ft.job.control.membership import place_ranks
 from ft.job.control.state import Agent
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentJoined, Beat
-from ft.job.parts import Holdings
+from ft.job.parts import GroupReport, Holdings
 from ft.platform.health import EVENT, Observation, Reading
 from ft.platform.health.kernel_log import parse as parse_line
 from ft.record import crash
@@ -238,4 +238,28 @@ def _judged(found: verdict.Verdict) -> str:
     return f"{', '.join([found.category, found.action, *marks])}: {found.reason}"
 
 
-PLAYERS = {"judgement": Judgements, "cause": Errors, "health": Health, "faults": Faults}
+class Groups(Player):
+    """What ranks report of their groups at the end of an epoch, and which groups are rebuilt."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.reports = {}
+
+    def do_rank(self, rank, *groups, ranks=(0, 1), used=True, in_flight=False, collectives=3, sent=None, received=None):
+        """A rank reports these groups, all with the same values; ``sent``, ``received``: rank -> messages."""
+        counts = [{int(other): number for other, number in (one or {}).items()} for one in (sent, received)]
+        made = [GroupReport(name, list(ranks), used, in_flight, collectives, *counts) for name in groups]
+        self.reports.setdefault(rank, []).extend(made)
+        return []
+
+    def do_plan(self, *replaced):
+        """Show what becomes of each group if these ranks have been replaced; the next reports begin anew."""
+        found, self.reports = repairs.plan_rebuild(self.reports, set(replaced)), {}
+        return [
+            f"{what}: {name} ({found.reasons[name] or 'nothing speaks against it'})"
+            for what in ("keep", "rebuild", "defer")
+            for name in getattr(found, what)
+        ] or ["no groups"]
+
+
+PLAYERS = {"judgement": Judgements, "cause": Errors, "health": Health, "faults": Faults, "groups": Groups}

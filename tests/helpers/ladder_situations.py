@@ -237,10 +237,12 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
         whole = (source.replicated, source.replicated, plan.step) in oracle.held
         if not whole and (source.replicated != source.owned or source.owned == rank):
             said.append(f"rank {rank} takes an unverified replicated state from {source.replicated}")
-    for beside in plan.rebuilt.values():
+    places = oracle.given.stages.places
+    for lost, beside in plan.rebuilt.items():
         if any(rank not in {*plan.sources, *plan.lent} for rank in beside.there):
             said.append(f"a stage is rebuilt from ranks {beside.there}, of which one has no state")
-    places = oracle.given.stages.places
+        if any(abs(places[rank].pp - places[lost].pp) != 1 for rank in beside.there):
+            said.append(f"rank {lost} is rebuilt from ranks {beside.there}, of which one is of no stage beside it")
     for rank, peer in plan.lent.items():
         if oracle.live[peer] != plan.step or peer not in plan.sources or not places[peer].lends:
             said.append(f"rank {rank} takes weights from rank {peer}, which has none of step {plan.step}")

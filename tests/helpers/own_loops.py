@@ -63,29 +63,6 @@ def train_in_torch(make) -> None:
 # --- the example, with another part -----------------------------------------------------------------------------------
 
 
-class PlainAdam(torch.optim.Adam):
-    """torch's optimizer, with the function of megatron-core's that the example's schedule needs."""
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
-
-
-def adam() -> None:
-    own.get_megatron_optimizer = lambda config, chunks: PlainAdam(chunks[0].parameters(), lr=1e-2)
-
-
-def forgotten() -> None:
-    """Leave a parameter out of the optimizer that is trained: a second optimizer would have it."""
-    wrap = own.DistributedDataParallel
-
-    def wrapped(config, how, model):
-        chunk = wrap(config, how, model)
-        chunk.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
-        return chunk
-
-    own.DistributedDataParallel = wrapped
-
-
 def frozen() -> None:
     """Freeze some weights, which a worker that joins later draws differently."""
     wrap, attach, sessions = own.DistributedDataParallel, own.attach, []
@@ -110,7 +87,7 @@ def running() -> None:
 
 
 OF_TORCH = {"ddp": ddp, "fsdp2": fsdp2}
-OF_EXAMPLE = {"adam": adam, "forgotten": forgotten, "frozen": frozen, "running": running}
+OF_EXAMPLE = {"frozen": frozen, "running": running}
 
 
 if __name__ == "__main__":

@@ -30,14 +30,16 @@ class Trainer(Player):
         return [str(arguments.parse(text).given())]
 
     def line_check(self, text):
-        """Show the layout of a world of so many ranks, ``N[,te][,gpu]``, and what follows from other flags.
+        """Show the layout of a world of so many ranks, ``N[/R][,te][,gpu]``, and what follows from other flags.
 
-        ``te``, ``gpu``: Transformer Engine is installed, there are GPUs.
+        ``R``: number of replicas; ``te``, ``gpu``: Transformer Engine is installed, there are GPUs.
         """
         world, _, flags = text.partition(" ")
-        size, *has = world.split(",")
+        numbers, *has = world.split(",")
+        size, _, replicas = numbers.partition("/")
         options = arguments.parse(f"{self.base} {flags}")
-        grid = arguments.check(options, int(size), has_te="te" in has, has_gpu="gpu" in has)
+        has_what = {"has_te": "te" in has, "has_gpu": "gpu" in has}
+        grid = arguments.check(options, int(size), **has_what, replicas=int(replicas or 0))
         core, names = options.core, ("ffn_hidden_size", "kv_channels", "max_position_embeddings", "sequence_parallel")
         layout = " ".join(f"{name}={getattr(grid, name)}" for name in ("tp", "cp", "dp", "pp"))
         follows = " ".join(f"{name}={getattr(core, name)}" for name in names)

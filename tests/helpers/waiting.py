@@ -1,7 +1,8 @@
 """Waiting for what other threads and processes do."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 LIMIT_S = 180.0
@@ -24,3 +25,10 @@ def eventually(
         assert time.monotonic() < deadline, why() if callable(why) else f"not within {limit_s:g} s: {why}"
         time.sleep(pause_s)
     return found
+
+
+def at_once(work: Callable[..., T], *given: Iterable) -> list[T]:
+    """Call ``work`` with each of the values, as ``map`` does, each call in a thread; return what the calls return."""
+    calls = list(zip(*given, strict=True))
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: work(*call), calls))

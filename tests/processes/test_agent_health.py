@@ -5,6 +5,7 @@ import time
 
 import planted_node
 import pytest
+from waiting import eventually
 
 from ft.faults.health import Finding
 from ft.faults.verdict import HOST
@@ -54,12 +55,9 @@ class Watched:
         self.watch = HealthWatch(mode, lambda: self.reader, self.devices, self.posted.append, self.said.append, **how)
         self.watch.start()
 
-    def poll_until(self, count, limit_s=20.0):
+    def poll_until(self, count):
         """Poll as the agent does until ``count`` reports were posted."""
-        deadline = time.monotonic() + limit_s
-        while len(self.posted) < count and time.monotonic() < deadline:
-            self.watch.poll("n0-2", time.monotonic())
-            time.sleep(0.01)
+        eventually(lambda: self.watch.poll("n0-2", time.monotonic()) or len(self.posted) >= count)
         assert len(self.posted) == count, self.posted
         return self.posted
 

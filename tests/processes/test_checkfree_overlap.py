@@ -1,7 +1,6 @@
 """CheckFree+ reduces gradients during the backward passes, and computes the same bits as if it did so after them."""
 
 import pytest
-import small_runs as runs
 from checkfree_jobs import assemble
 from test_checkfree_plus import PP4, SHAPE, TIED, UNTIED
 
@@ -41,11 +40,6 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
         bits = b"".join(p.detach().float().numpy().tobytes() for p in chunk.parameters())
         found.append((repr(report.loss), report.grad_norm, bits))
     return [(found, started)]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("overlap"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A lost stage's parameters, optimizer, schedule and position, made from its neighbours on a real model of core."""
 
 import math
-import random
 
 import numpy
 import pytest
@@ -136,9 +135,7 @@ def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(n
     assert event["weights"] == pytest.approx([1 - share, share])
 
 
-def test_what_is_lent_arrives_bit_for_bit(ranks):
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def test_what_is_lent_arrives_bit_for_bit(ranks, seed):
     same = ranks(_lend_and_borrow, 3, seed)
     assert same == [True, True, True]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from checkpoint_gpt import Run, Shape
 from test_checkpoint_load import _load_each
+from waiting import eventually
 
 from megatron.ft_trainer.checkpointing.inventory import (
     MANIFEST,
@@ -113,10 +114,7 @@ def _resume_and_save(folder: str) -> None:
 
 
 def _wait_for_death(handle, rank: int) -> None:
-    deadline = time.monotonic() + 180
-    while handle.exitcode(rank) is None:
-        assert time.monotonic() < deadline, "the rank was to be killed"
-        time.sleep(0.01)
+    eventually(lambda: handle.exitcode(rank) is not None, "the rank was to be killed")
     assert handle.exitcode(rank) == -signal.SIGKILL
 
 
@@ -216,10 +214,7 @@ def test_a_save_of_workers_that_were_given_up_cannot_get_into_their_successors(r
 
     def start(who: str):
         handle = ranks.start(_save_in_turn, 1, str(folder), str(signs[who]), str(signs[f"{who} go"]))
-        deadline = time.monotonic() + 180
-        while not signs[who].exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(signs[who].exists)
         return handle
 
     with start("old") as old, start("new") as new:

@@ -7,7 +7,6 @@ from collections import deque
 from queue import Queue
 
 import pytest
-from etcd_servers import etcd  # noqa: F401 - a fixture
 from test_control_sidecar import LIMIT_S, TOKEN, Played, repaired, sidecar
 from waiting import eventually
 
@@ -84,7 +83,7 @@ class OnEtcd(Played):
 
 
 @pytest.fixture
-def played(tmp_path, etcd):  # noqa: F811
+def played(tmp_path, etcd):
     servers = etcd(3)
     playing = OnEtcd(tmp_path, servers.url)
     yield playing, servers

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from waiting import at_once
 
 from ft.base.errors import FtError, UserError
 from ft.net import listener
@@ -73,19 +74,8 @@ def test_torch_uses_it_through_a_prefix_of_its_own(server):
 
 
 def test_many_members_at_once(server):
-    found = []
-
-    def enter(number):
-        connection = member(server)
-        connection.add("sum", number)
-        found.append(connection)
-
-    members = [threading.Thread(target=enter, args=(number,)) for number in range(24)]
-    for thread in members:
-        thread.start()
-    for thread in members:
-        thread.join(LIMIT_S)
-    assert len(found) == 24 and int(member(server).get("sum")) == sum(range(24))
+    at_once(lambda number: member(server).add("sum", number), range(24))
+    assert int(member(server).get("sum")) == sum(range(24))
 
 
 def test_whoever_waits_is_answered_as_soon_as_all_keys_are_there(server):

@@ -191,8 +191,3 @@ def test_a_wrong_result_inside_the_library_is_seen_and_the_step_taken_once_more(
         missed = [one for one in found["found"] if not one[4]]
         assert not missed, [each["found"] for each in everybody]
         assert any(attempts for _, _, attempts, _, _ in found["found"]), everybody
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("dmr"))

@@ -32,11 +32,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("dmr"))
-
-
 def followed(flags: str) -> dict:
     """Trains; how the last iteration was verified, and the most that was kept for later."""
     from megatron.patches import double_execution

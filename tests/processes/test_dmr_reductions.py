@@ -2,7 +2,6 @@
 sums of blocks of elements, by which the sums of communication libraries are verified."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -103,9 +102,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_they_are_those_of_the_definition(way, dtype):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_they_are_those_of_the_definition(way, dtype, seed):
     draw = torch.Generator().manual_seed(seed)
     for pieces, length in ((1, 1), (1, 1024), (1, 5000), (2, 128), (3, 1025), (4, 2048), (2, 15)):
         values = torch.randn(pieces, length, generator=draw).to(dtype)

@@ -37,11 +37,6 @@ LAYOUTS = {
 PLANNED = ("pp2", "pp2-interleaved-bf16")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("dmr"))
-
-
 def in_every_way(flags: str, folder: Path | None) -> dict:
     """How a step comes out without DMR, naively, with piggybacking and, given a folder for it, by plan, from the same
     state; two steps each."""
@@ -98,42 +93,6 @@ class Flip:
             flat = tensors[0].view(-1).view(torch.uint8)
             flat[3 % flat.numel()].bitwise_xor_(64)
             self.hit.append(which)
-
-
-def a_flip_on_one_rank(flags: str, way: str, wanted: tuple, hit_rank: int) -> dict:
-    import torch.distributed as dist
-
-    job = dmr_jobs.assemble(flags)
-    again = dmr_jobs.Again(job)
-    clean = again.step()
-    protection = dmr_jobs.protection(job, way)
-    flip = Flip(*wanted, times=1 if dist.get_rank() == hit_rank else 0)
-    protection.engine.mode._disturbance = flip
-    told = []
-    protection._witness.mismatch = lambda step, attempt, reports, outcome: told.append((reports, outcome))
-    return {"clean": clean, "after": again.step(), "told": told, "hit": flip.hit}
-
-
-FLIPS = {
-    "forward at once": ("naive", ("primary", "forward", "mm")),
-    "forward, found by the recomputation": ("piggyback", ("primary", "forward", "native_layer_norm")),
-    "the recomputation itself": ("piggyback", ("checker", "recompute", "mm")),
-    "backward": ("piggyback", ("primary", "backward", "mm")),
-    "gradients accumulated": ("piggyback", ("primary", "backward", "add_.Tensor")),
-    "optimizer": ("piggyback", ("primary", "optimizer", "addcdiv_")),
-}
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("name", FLIPS)
-def test_a_step_with_a_flip_is_taken_once_more_by_everybody(name, ranks, corpus):
-    way, wanted = FLIPS[name]
-    flags = f"{runs.BASE} {FULL} --pipeline-model-parallel-size 2 --data-path {corpus}"
-    for found in ranks(a_flip_on_one_rank, 2, flags, way, wanted, 1):
-        assert (found["after"].state, found["after"].grad_norm) == (found["clean"].state, found["clean"].grad_norm)
-        ((reports, outcome),) = found["told"]
-        assert set(reports) == {1} and outcome.action == "retry"
-        assert any(one.at.operator == wanted[2] for one in reports[1])
 
 
 def a_lasting_fault(flags: str, way: str, wanted: tuple) -> tuple[str, set[int]]:

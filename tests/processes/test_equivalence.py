@@ -63,11 +63,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("name", CASES)
 def test_losses_equal_those_of_the_plain_loop(name, ranks, corpus, tmp_path):

@@ -81,11 +81,6 @@ FEATURES = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 EVERY_TIME = (
     *("gqa-qknorm-rmsnorm-swiglu", "uneven-stages", "two-optimizer-instances", "per-token-loss"),
     *("moe-alltoall-shared", "interleaved-groups"),

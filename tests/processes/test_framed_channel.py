@@ -91,9 +91,7 @@ def test_damaged_data_is_told_and_the_next_frame_is_sound(ends):
         assert ends.far.take(ends.far.next(), memoryview(bytearray(len(DATA)))) is not flipped
 
 
-def test_no_bit_of_a_head_or_of_a_message_can_change_unseen():
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_no_bit_of_a_head_or_of_a_message_can_change_unseen(seed):
     rng = random.Random(seed)
     for is_message in (True, False) * 10:
         ends = Ends()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import groups_worker
 import pytest
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from groups_worker import Worker
 
 from ft.base.errors import EpochClosed, RecoverableError, UserError
-from ft.net.store import StoreServer
-from ft.state.groups import Group
+from ft.state.groups import Group, registry
 from ft.state.groups import work as group_work
+from ft.state.groups.backends import MOST_IN_MESH
 from ft.state.groups.local import Local
 from ft.state.groups.registry import check_torch
 from ft.state.groups.state import EpochState
@@ -26,18 +27,20 @@ from ft.state.groups.state import EpochState
 RELEASE_LIMIT_S = 5.0
 
 
-@pytest.fixture
-def address():
-    """host:port of a store that outlives every rank."""
-    server = StoreServer("127.0.0.1", 0, groups_worker.TOKEN)
-    yield server.address
-    server.close()
+def connected(most_in_mesh, function, *args):
+    """Call a function with groups of which those with more members than that count as large: few pairs are joined."""
+    registry.MOST_IN_MESH = most_in_mesh
+    return function(*args)
 
 
-@pytest.fixture
-def control(address):
-    """The test's own view of the store."""
-    return groups_worker.connect(address)
+@pytest.fixture(params=[MOST_IN_MESH, 1], ids=["all pairs", "few neighbours"])
+def both(request, ranks):
+    """Call, or start, functions of this module on ranks: with small groups, and as if all of them were large."""
+
+    def of(begin):
+        return lambda function, size, *args: begin(connected, size, request.param, function, *args, init=False)
+
+    return SimpleNamespace(call=of(ranks), start=of(ranks.start))
 
 
 # --- every operation --------------------------------------------------------------------------------------------------
@@ -186,8 +189,9 @@ def compare_with_gloo(address):
     return len(expected), "all_to_all" in expected
 
 
-def test_every_operation_answers_as_gloo_itself(ranks, address):
-    assert all(count >= 37 + 2 * is_there for count, is_there in ranks(compare_with_gloo, 3, address, init=False))
+def test_every_operation_answers_as_gloo_itself(both, address):
+    counts = both.call(compare_with_gloo, 3, address)
+    assert all(count >= 37 + 2 * is_there for count, is_there in counts)
 
 
 def test_a_member_of_one_has_no_sockets_and_answers_itself(ranks, address):
@@ -314,9 +318,8 @@ def released_from_everything(address):
     return slowest
 
 
-def test_close_releases_whatever_is_blocked(ranks, address):
-    slowest = ranks(released_from_everything, 3, address, init=False)
-    assert max(slowest) < RELEASE_LIMIT_S
+def test_close_releases_whatever_is_blocked(both, address):
+    assert max(both.call(released_from_everything, 3, address)) < RELEASE_LIMIT_S
 
 
 def released_in_the_middle(address, seed):
@@ -361,10 +364,8 @@ def released_in_the_middle(address, seed):
     return slowest, time.monotonic() - began
 
 
-def test_close_releases_operations_that_are_half_done(ranks, address):
-    seed = random.randrange(10**6)
-    print("seed", seed)
-    for released, destroyed in ranks(released_in_the_middle, 2, address, seed, init=False):
+def test_close_releases_operations_that_are_half_done(both, address, seed):
+    for released, destroyed in both.call(released_in_the_middle, 2, address, seed):
         assert max(released, destroyed) < RELEASE_LIMIT_S
 
 
@@ -382,8 +383,8 @@ def survives_a_killed_neighbour(address):
     return worker.failures
 
 
-def test_a_killed_neighbour_is_reported_and_its_epoch_ends(ranks, address, control):
-    handle = ranks.start(survives_a_killed_neighbour, 3, address, init=False)
+def test_a_killed_neighbour_is_reported_and_its_epoch_ends(both, address, control):
+    handle = both.start(survives_a_killed_neighbour, 3, address)
     control.wait(["suspects/0"], timedelta(seconds=20))
     control.set("close/0", "rank 1 died")
     outcomes = handle.wait(timeout=180)
@@ -558,15 +559,15 @@ def joiner(address, rank, epoch, last):
     return x.item(), worker.groups.topology()
 
 
-def test_a_new_process_takes_the_dead_ones_place_twice_in_a_row(ranks, address, control):
-    old = ranks.start(survivor, 4, address, init=False)
+def test_a_new_process_takes_the_dead_ones_place_twice_in_a_row(both, address, control):
+    old = both.start(survivor, 4, address)
     new = []
     for epoch, dead in ((0, 2), (1, 0)):
         old.wait_for_output(dead, f"epoch {epoch}")
         old.kill(dead)
         control.wait([f"suspects/{epoch}"], timedelta(seconds=20))
         control.set(f"close/{epoch}", f"rank {dead} died")
-        new.append(ranks.start(joiner, 1, address, dead, epoch + 1, epoch == 1, init=False))
+        new.append(both.start(joiner, 1, address, dead, epoch + 1, epoch == 1))
     outcomes = [*old.wait(timeout=180), *(handle.wait(timeout=180)[0] for handle in new)]
     errors = [outcome.error for outcome in outcomes if outcome.error]
     assert not errors, errors[0]
@@ -606,8 +607,8 @@ def closed_while_rebuilding(address):
     return late
 
 
-def test_close_ends_a_rebuild_in_which_a_member_is_missing(ranks, address):
-    assert max(ranks(closed_while_rebuilding, 3, address, init=False)) < RELEASE_LIMIT_S
+def test_close_ends_a_rebuild_in_which_a_member_is_missing(both, address):
+    assert max(both.call(closed_while_rebuilding, 3, address)) < RELEASE_LIMIT_S
 
 
 def opened_files() -> tuple[int, int]:
@@ -632,8 +633,8 @@ def many_epochs(address):
     return counts
 
 
-def test_nothing_leaks_over_twenty_epochs(ranks, address):
-    for counts in ranks(many_epochs, 2, address, init=False):
+def test_nothing_leaks_over_twenty_epochs(both, address):
+    for counts in both.call(many_epochs, 2, address):
         files, threads = zip(*counts, strict=True)
         # Threads of the past epoch may still be on their way out.
         assert files[-1] <= files[2] + 2, files

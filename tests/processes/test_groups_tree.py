@@ -6,7 +6,6 @@ import stat
 import time
 from concurrent.futures import Future
 
-import groups_worker
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from groups_worker import Worker
 
 from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum, Report
-from ft.net.store import StoreServer
 from ft.state.groups.tree import FAN_OUT, Shape, Tree
 from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.protocol import Question
@@ -32,20 +30,6 @@ def test_a_tree_reaches_every_node_once(nodes, fan_out):
     assert reached == list(range(1, nodes))
     assert all(node in tree.children(tree.parent(node)) for node in range(1, nodes)) and tree.parent(0) is None
     assert Shape(1024).depth == 3 and Shape(1).depth == 0 and Shape(17).depth == 1
-
-
-@pytest.fixture
-def address():
-    """host:port of a store that outlives every rank."""
-    server = StoreServer("127.0.0.1", 0, groups_worker.TOKEN)
-    yield server.address
-    server.close()
-
-
-@pytest.fixture
-def control(address):
-    """The test's own view of the store."""
-    return groups_worker.connect(address)
 
 
 # --- the shape --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equal, state
+from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, equal, state
+from waiting import eventually
 
 from ft.base.errors import UserError
 from ft.net.framed import FramedChannel, Mark
@@ -21,21 +22,9 @@ MARK = Mark(0, STEP, LINEAGE)
 
 
 @pytest.fixture
-def servers():
-    """Makes a server; all are closed at the end, and leave neither thread nor descriptor."""
-    threads, before = threading.active_count(), descriptors()
-    with contextlib.ExitStack() as stack:
-
-        def make(**whose) -> StateServer:
-            server = StateServer("127.0.0.1", TOKEN, **whose)
-            stack.callback(server.close)
-            return server
-
-        yield make
-    deadline = time.monotonic() + WAIT_S
-    while (threading.active_count() > threads or descriptors() > before) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= threads and descriptors() <= before
+def servers(closing):
+    """Return a function that makes a server."""
+    return lambda **whose: closing.enter_context(contextlib.closing(StateServer("127.0.0.1", TOKEN, **whose)))
 
 
 def get(sources, into, *, step=STEP, lineage=LINEAGE, token=TOKEN, limit_s=WAIT_S, **more):
@@ -144,10 +133,7 @@ def test_another_state_than_the_one_asked_for_is_refused(servers, change, kind, 
     source.offer(STEP, LINEAGE, live, {})
     with pytest.raises(kind, match=words):
         get([source], blank(live), **change)
-    deadline = time.monotonic() + WAIT_S
-    while source.under_way() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert source.under_way() == 0
+    eventually(lambda: source.under_way() == 0)
     get([source], blank(live))
 
 

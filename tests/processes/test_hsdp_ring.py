@@ -1,6 +1,5 @@
 """The fault-tolerant all-reduce: its arithmetic, and rings of members in one process."""
 
-import random
 import threading
 
 import pytest
@@ -66,9 +65,7 @@ def test_at_most_c_chunks_of_a_part_are_between_a_chunk_and_what_it_needs():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("streams", [1, 3])
-def test_all_members_get_the_sum_in_the_rings_order_bit_for_bit(members, count, streams):
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def test_all_members_get_the_sum_in_the_rings_order_bit_for_bit(members, count, streams, seed):
     torch.manual_seed(seed)
     options = RingOptions(chunk_bytes=4096, chunks=2, streams=streams, limit_s=20)
     rings = members(count, options)

@@ -262,9 +262,7 @@ def test_a_ring_of_another_run_is_turned_away_and_disturbs_nobody(members):
     assert all(outcome.ok for outcome in reduce(rings))
 
 
-def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members, seed):
     chance, stop = random.Random(seed), threading.Event()
     rings = members(3)
     assert all_work(rings, 1)

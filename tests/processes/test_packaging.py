@@ -22,8 +22,10 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent.parent
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build this project's wheel in ``folder``, and return its path."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """This project's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves folders behind where it runs
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.egg-info"))
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
@@ -40,9 +42,8 @@ def test_megatron_is_a_namespace_of_ours_and_of_megatron_core():
     assert len(list(megatron.__path__)) >= 2
 
 
-def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_path):
-    wheel = build_wheel(tmp_path)
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(built, tmp_path):
+    names = set(zipfile.ZipFile(built).namelist())
     assert "megatron/__init__.py" not in names
     assert not any(name.startswith(("megatron/core", "tests", "tools", "build")) for name in names)
     for needed in (
@@ -57,7 +58,7 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_pa
         assert needed in names
     used = [sys.executable, "-c", "import megatron.ft_trainer.arguments as a, megatron.core, sys; print(a.__file__)"]
     unpacked = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(unpacked)
+    zipfile.ZipFile(built).extractall(unpacked)
     done = subprocess.run(
         used,
         cwd=tmp_path,
@@ -71,13 +72,12 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_pa
 
 
 @pytest.mark.parametrize("torch", ["2.8.0a0+34c6371d24.nv25.08", "2.9.0a0+5228986c39.nv25.09", "2.12.1"])
-def test_pip_leaves_a_containers_torch_and_what_is_built_against_it_alone(torch, tmp_path):
+def test_pip_leaves_a_containers_torch_and_what_is_built_against_it_alone(torch, built, tmp_path):
     """The distributions are empty. A newer torch is on offer, which pip must not prefer to the container's own."""
     own, offered = tmp_path / "own", tmp_path / "offered"
     container = {"torch": torch, "transformer_engine": "2.7.0+5fb9af0", "apex": "0.1", "flash_attn": "2.7.4.post1"}
     have = [empty_wheel(own, name, version) for name, version in container.items()]
-    wheel = build_wheel(tmp_path)
-    for requirement in map(Requirement, needs_of(wheel)):
+    for requirement in map(Requirement, needs_of(built)):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             pin = next((spec.version for spec in requirement.specifier if spec.operator == "=="), "9.9")
             empty_wheel(offered, requirement.name, pin)
@@ -86,7 +86,7 @@ def test_pip_leaves_a_containers_torch_and_what_is_built_against_it_alone(torch,
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-index", "--find-links", str(offered)]
     subprocess.run([*install, *map(str, have)], check=True, timeout=120)
-    subprocess.run([*install, str(wheel)], check=True, timeout=120)
+    subprocess.run([*install, str(built)], check=True, timeout=120)
     listed = subprocess.run([*pip, "list", "--format=json"], check=True, timeout=120, capture_output=True, text=True)
     versions = {each["name"].replace("-", "_"): Version(each["version"]) for each in json.loads(listed.stdout)}
     assert {name: versions[name] for name in container} == {name: Version(v) for name, v in container.items()}
@@ -117,7 +117,7 @@ def empty_wheel(folder: Path, name: str, version: str) -> Path:
 @pytest.mark.skipif(
     sys.version_info < (3, 12), reason="megatron-core's wheels hold a trainer from 0.17 on (Python 3.12)"
 )
-def test_nvidias_trainer_stays_whole_beside_this_package_and_both_train(request, tmp_path):
+def test_nvidias_trainer_stays_whole_beside_this_package_and_both_train(request, built, tmp_path):
     core = wheel_of(request, tmp_path, importlib.metadata.version("megatron-core"))
     environment = tmp_path / "venv"
     site = environment / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
@@ -131,7 +131,7 @@ def test_nvidias_trainer_stays_whole_beside_this_package_and_both_train(request,
 
     pip("install", "--no-deps", "--no-index", str(core))
     assert (site / "megatron/training/training.py").exists() and damaged(site, "megatron_core") == []
-    pip("install", "--no-deps", "--no-index", str(build_wheel(tmp_path)))
+    pip("install", "--no-deps", "--no-index", str(built))
     assert damaged(site, "megatron_core") == [] == damaged(site, "megatron_ft")
     others = site / "others.pth"  # torch and all else from the environment of the tests, after the two of this one
     others.write_text(sysconfig.get_path("purelib"))

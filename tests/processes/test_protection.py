@@ -65,6 +65,12 @@ def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
     ]
 
 
+def test_standbys_replace_workers_of_replicas_with_hot_swap_only():
+    ((problem, _),) = examined(asked=LaunchLine(1, ["--standby 1"], replicas=2))[1]
+    assert problem.startswith("--standby 1 has no effect: ") and problem.endswith("only with --ft-hot-swap")
+    assert examined("--ft-hot-swap", asked=LaunchLine(2, ["--standby 1"], replicas=2))[1] == []
+
+
 def test_another_script_is_not_judged(tmp_path):
     other, copy = tmp_path / "train.py", tmp_path / "copy.py"
     other.write_text("import ft")

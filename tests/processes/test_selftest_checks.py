@@ -12,7 +12,7 @@ from ft.lab.selftest.table import CHECKS
 from ft.platform.network import free_port
 
 LONG = pytest.mark.long
-LIGHT = ("versions", "storage", "one-rank", "both-send", "killed-rank", "snapshot", "ring", "digests")
+LIGHT = ("versions", "storage", "one-rank", "both-send", "snapshot", "ring", "digests")
 FOUND = {
     "versions": "megatron-core is not installed here",
     "storage": "cannot be written: Not a directory",
@@ -65,7 +65,9 @@ def test_an_abort_that_never_returns_is_found(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", ["groups,fork,killed-making", "training", "kill", "stop", "stall", "reproducible"])
+@pytest.mark.parametrize(
+    "names", ["groups,fork,killed-rank,killed-making", "training", "kill", "stop", "stall", "reproducible"]
+)
 def test_other_checks_find_their_planted_faults(tmp_path, names):
     check_planted(tmp_path / "run", *names.split(","))
 

@@ -2,13 +2,11 @@
 
 import base64
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
-from etcd_servers import etcd  # noqa: F401 - a fixture
-from waiting import eventually
+from waiting import at_once, eventually
 
 from ft.base.errors import UserError
 from ft.platform import election, shared_state
@@ -43,21 +41,10 @@ def test_a_value_is_seen_by_all_nodes_whole(nodes):
 
 
 def test_one_of_many_creates_a_value(nodes):
-    won: list[int] = []
-
-    def create(number: int) -> None:
-        if shared_state.of(nodes(number % 3)).create("terms/7", b"%d" % number):
-            won.append(number)
-
-    for number in range(3):
-        nodes(number)
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    state = shared_state.of(nodes(0))
-    assert len(won) == 1 and state.get("terms/7") == b"%d" % won[0] and state.names("terms") == ["7"]
+    states = [shared_state.of(nodes(number)) for number in range(3)]
+    created = at_once(lambda number: states[number % 3].create("terms/7", b"%d" % number), range(12))
+    assert sum(created) == 1 and states[0].names("terms") == ["7"]
+    assert states[0].get("terms/7") == b"%d" % created.index(True)
 
 
 def test_parts_of_a_run_have_values_of_their_own(nodes):
@@ -107,7 +94,7 @@ def run(tmp_path):
     return partial(keep_on_etcd, tmp_path, run="run", token=TOKEN)
 
 
-def test_lines_wait_for_a_majority_and_come_once(etcd, tmp_path, run, capsys):  # noqa: F811
+def test_lines_wait_for_a_majority_and_come_once(etcd, tmp_path, run, capsys):
     servers = etcd(3)
     run(servers.url)
     state = shared_state.of(tmp_path)
@@ -134,7 +121,7 @@ def test_lines_wait_for_a_majority_and_come_once(etcd, tmp_path, run, capsys):  
     assert (tmp_path / "log").read_bytes() == state.read_log("log"), "a copy on this node"
 
 
-def test_the_rest_of_a_line_whose_writer_died_spoils_no_other(etcd, tmp_path, run):  # noqa: F811
+def test_the_rest_of_a_line_whose_writer_died_spoils_no_other(etcd, tmp_path, run):
     run(etcd(1).url)
     state = shared_state.of(tmp_path)
     state.log("log").write(b"half of a li")
@@ -143,7 +130,7 @@ def test_the_rest_of_a_line_whose_writer_died_spoils_no_other(etcd, tmp_path, ru
     assert state.read_log("log").splitlines() == [b"half of a li", b"whole"]
 
 
-def test_what_a_stranger_writes_counts_for_nothing(etcd, tmp_path, run):  # noqa: F811
+def test_what_a_stranger_writes_counts_for_nothing(etcd, tmp_path, run):
     servers = etcd(1)
     root = run(servers.url)
     state = shared_state.of(tmp_path)
@@ -169,7 +156,7 @@ def test_what_a_stranger_writes_counts_for_nothing(etcd, tmp_path, run):  # noqa
     assert state.get("other") is None
 
 
-def test_users_of_etcd_say_their_password(etcd, tmp_path, run, monkeypatch):  # noqa: F811
+def test_users_of_etcd_say_their_password(etcd, tmp_path, run, monkeypatch):
     servers = etcd(1)
 
     def below(path: str) -> dict:
@@ -204,7 +191,7 @@ def test_users_of_etcd_say_their_password(etcd, tmp_path, run, monkeypatch):  # 
     shared_state.of(tmp_path).put("a", b"1")
 
 
-def test_nobody_but_the_user_reads_where_the_values_are(etcd, tmp_path, run):  # noqa: F811
+def test_nobody_but_the_user_reads_where_the_values_are(etcd, tmp_path, run):
     run(etcd(1).url)
     pointer = tmp_path / shared_state.POINTER
     assert pointer.stat().st_mode & 0o777 == 0o600 and TOKEN not in pointer.read_text()

@@ -2,15 +2,14 @@
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import plain_loop
 import pytest
-import small_runs as runs
 import torch
 import torch.distributed as dist
+from waiting import eventually
 
 BEFORE, AFTER = 2, 2
 """Steps up to the snapshot, and after it."""
@@ -37,11 +36,6 @@ CASES = {
     "fp32-moe-bias-distributed-ep2-dp4": (4, {"ep": 2, "config": {**MOE, **BIASED, **NO_DROPOUT}, "ddp": DISTRIBUTED}),
     "fp32-pp2-alone": (2, {"pp": 2, "config": DROPOUT}),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"), documents=20)
 
 
 class Trainee:
@@ -77,10 +71,7 @@ class Trainee:
             temporary.write_text(own)
             os.rename(temporary, self.folder / f"{side}{self.rank}")
         files = {rank: self.folder / f"{side}{rank}" for rank in range(self.world)}
-        deadline = time.monotonic() + 150
-        while not all(f.exists() for f in files.values()):
-            assert time.monotonic() < deadline, f"not all addresses of {side} in {self.folder}"
-            time.sleep(0.01)
+        eventually(lambda: all(f.exists() for f in files.values()), f"all addresses of {side} in {self.folder}", 150)
         return {rank: file.read_text() for rank, file in files.items()}
 
     def train(self, first: int, count: int) -> list:

@@ -11,18 +11,11 @@ from ft.base.errors import ENDED_EARLY
 from megatron.ft_trainer import exits
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def flags(corpus: str, folder: Path, name: str, extra: str = "") -> str:
     return f"{runs.BASE} --data-path {corpus} --metrics-file {folder / name}.jsonl {extra}"
 
 
 LAYOUTS = {
-    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"),
-    "pp2-dp2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "dp2-bf16-dropout": (2, "--use-distributed-optimizer --bf16 --attention-dropout 0.1 --hidden-dropout 0.1"),
     "interleaved-overlapped": (
         2,
@@ -56,18 +49,6 @@ def test_a_checkpoint_before_the_optimizers_first_step_is_resumed_from(optimizer
     skipped = [step["skipped"] for step in runs.metrics(tmp_path / "parts.jsonl")]
     assert all(skipped[:2]) and not skipped[-1]
     assert runs.losses(tmp_path / "parts.jsonl") == runs.losses(tmp_path / "whole.jsonl")
-
-
-def test_a_checkpoint_loads_into_another_layout_with_the_same_loss(ranks, corpus, tmp_path):
-    folder = f"--train-iters 6 --use-distributed-optimizer --save {tmp_path}/ck --load {tmp_path}/ck"
-    grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    ranks(runs.run, 4, flags(corpus, tmp_path, "a", f"{folder} {grid} --exit-interval 3"))
-    other = folder.replace(f"--save {tmp_path}/ck", "")
-    ranks(runs.run, 4, flags(corpus, tmp_path, "same", f"{other} {grid}"))
-    ranks(runs.run, 4, flags(corpus, tmp_path, "resharded", other))
-    same, resharded = runs.losses(tmp_path / "same.jsonl"), runs.losses(tmp_path / "resharded.jsonl")
-    assert len(same) == len(resharded) == 3
-    assert resharded == pytest.approx(same, rel=2e-5)
 
 
 def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
@@ -121,15 +102,6 @@ def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
     assert end["step"] == 2
     [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"))
     assert end["step"] == 1
-
-
-def test_fp16_backs_its_scale_off_and_goes_on(ranks, corpus, tmp_path):
-    extra = "--fp16 --initial-loss-scale 3e10 --hysteresis 1 --train-iters 40"
-    ranks(runs.run, 2, flags(corpus, tmp_path, "m", extra))
-    steps = runs.metrics(tmp_path / "m.jsonl")
-    assert steps[0]["skipped"]
-    assert not steps[-1]["skipped"]
-    assert steps[-1]["loss"] < steps[0]["loss"]
 
 
 def ask_for_trackers(lines):

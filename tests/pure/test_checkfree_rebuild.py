@@ -26,12 +26,6 @@ def noise(seed, blocks=3, dtype=torch.float32):
     return [{"w": torch.randn(16, 8, generator=generator).to(dtype)} for _ in range(blocks)]
 
 
-def seed_of_today():
-    seed = random.SystemRandom().randrange(1 << 31)
-    print("seed", seed)
-    return seed
-
-
 # --- the average ------------------------------------------------------------------------------------------------------
 
 
@@ -44,8 +38,7 @@ def test_each_neighbour_is_weighted_by_its_own_norm_which_is_not_squared():
     assert found.shares == pytest.approx((0.75, 0.25), abs=1e-4) and found.note == ""
 
 
-def test_the_formula_holds_on_random_parameters_and_norms():
-    seed = seed_of_today()
+def test_the_formula_holds_on_random_parameters_and_norms(seed):
     rng = random.Random(seed)
     for _ in range(50):
         before, after = noise(rng.randrange(1 << 31)), noise(rng.randrange(1 << 31))
@@ -87,8 +80,7 @@ def test_uniform_does_not_look_at_norms():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_it_is_rounded_once_to_the_dtype_of_the_parameter(dtype):
-    seed = seed_of_today()
+def test_it_is_rounded_once_to_the_dtype_of_the_parameter(dtype, seed):
     before, after = noise(seed, dtype=dtype), noise(seed + 1, dtype=dtype)
     share = weights(0.3, 1.1)[0][1]
     for one, other, held in zip(before, after, rebuild(before, after, 0.3, 1.1).blocks, strict=True):
@@ -111,8 +103,8 @@ def test_bfloat16_is_better_than_computed_in_bfloat16():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_both_neighbours_hold_alike_stays_bit_for_bit(strategy):
-    both = noise(seed_of_today(), dtype=torch.bfloat16)
+def test_what_both_neighbours_hold_alike_stays_bit_for_bit(strategy, seed):
+    both = noise(seed, dtype=torch.bfloat16)
     for one, held in zip(both, rebuild(both, both, 0.3, 7.7, strategy).blocks, strict=True):
         assert torch.equal(one["w"], held["w"])
 

@@ -9,7 +9,7 @@ from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.agent.devices import FREE_S
 from ft.job.control import history
-from ft.job.control.state import RUNNING, ControlState, Hold, Incident
+from ft.job.control.state import RUNNING, ControlState, Hold, Incident, RecoveryInProgress, Return
 from ft.job.control.timeouts import Timeouts
 from ft.job.parts import Seat
 from ft.net.codec import from_json, to_json
@@ -112,3 +112,39 @@ def test_an_unsound_device_is_not_used_again():
     assert world.events("device_unusable") == [
         {"node": "n0", "device": 2, "reason": "the driver asks for a reset"},
     ]
+
+
+# --- recoveries that lead to the same step again: more is in ``conversations/recovery/no_progress.txt`` ---------------
+
+
+STALL = verdict.of_stall("work", 12.0, 10.3)
+
+
+def recovery(*faults):
+    return RecoveryInProgress(
+        1.0, 0, "", verdicts=[found.reason for found in faults], in_vain=all(f.in_vain for f in faults)
+    )
+
+
+def test_who_was_waited_for_in_vain_and_who_was_struck():
+    in_vain = [STALL, verdict.of_standstill("world", 16.0, 15.0), verdict.of_suspicion("world", "reset")]
+    in_vain += [verdict.of_lateness("it is not repaired", 60.0), verdict.of_silence(1.2, "S")]
+    assert all(found.in_vain for found in in_vain)
+    assert all(verdict.raised(found, verdict.RESTART, "again").in_vain for found in in_vain)
+    struck = [verdict.of_exit(-9), verdict.of_exit(1), verdict.of_lost_agent("n0", "gone")]
+    struck += [verdict.of_silence(0.3, "T"), verdict.of_silence(1.2, "D"), verdict.of_error(["ValueError"], "no")]
+    assert not any(found.in_vain for found in struck)
+
+
+def test_returns_count_while_nothing_new_strikes():
+    returns = history.returned([], 3, recovery(verdict.of_exit(-9)), fired=1)
+    assert returns == [Return(3, ["killed by SIGKILL"], 1)]
+    returns = history.returned(returns, 3, recovery(STALL), fired=1)
+    assert len(returns) == 2 and history.going_round(returns) == ""
+    assert len(history.returned(returns, 4, recovery(STALL), fired=1)) == 1, "a step was committed"
+    assert len(history.returned(returns, 3, recovery(STALL), fired=2)) == 1, "a fault was injected"
+    assert len(history.returned(returns, 3, recovery(STALL, verdict.of_exit(-9)), fired=1)) == 1, "a process has died"
+    returns = history.returned(returns, 3, recovery(STALL), fired=1)
+    said = history.going_round(returns)
+    assert said.startswith("training has stopped 3 times after committed step 3")
+    assert "  1. killed by SIGKILL\n  2. in work for 12.0 s" in said and "\n  3. in work for 12.0 s" in said

@@ -105,9 +105,7 @@ def check_epochs(orders):
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_random_histories(number):
-    seed = random.SystemRandom().randrange(1 << 32)
-    print("seed", seed)
+def test_random_histories(number, seed):
     chaos = Chaos(seed)
     for _ in range(STEPS):
         chaos.turn()

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from waiting import eventually
+from waiting import at_once, eventually
 
 from ft.base import token
 from ft.base.errors import UserError
@@ -24,15 +24,8 @@ LIMITS = Timeouts()
 
 
 def test_a_term_is_claimed_once(tmp_path):
-    won = []
-    claimants = [
-        threading.Thread(target=lambda n=n: election.claim(tmp_path, 3, f"n{n}") and won.append(n)) for n in range(16)
-    ]
-    for claimant in claimants:
-        claimant.start()
-    for claimant in claimants:
-        claimant.join()
-    assert len(won) == 1 and election.newest(tmp_path) == 3
+    won = at_once(lambda number: election.claim(tmp_path, 3, f"n{number}"), range(16))
+    assert sum(won) == 1 and election.newest(tmp_path) == 3
     assert election.is_over(tmp_path, 2) and not election.is_over(tmp_path, 3)
 
 
@@ -176,12 +169,7 @@ def test_a_name_whose_file_does_not_say_who_has_it_is_free(tmp_path):
 
 
 def test_one_token_for_all_who_make_it_at_once_and_for_nobody_else(tmp_path):
-    found = []
-    makers = [threading.Thread(target=lambda: found.append(token.make(tmp_path, {}))) for _ in range(16)]
-    for maker in makers:
-        maker.start()
-    for maker in makers:
-        maker.join()
+    found = at_once(lambda _: token.make(tmp_path, {}), range(16))
     assert len(set(found)) == 1 and len(found[0]) == 64 and token.find(tmp_path, 0.0, {}) == found[0]
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["token"]
     assert token.find(tmp_path, 0.0, {"FT_TOKEN": "given" * 4}) == "given" * 4

@@ -115,9 +115,7 @@ def test_padding_of_the_optimizers_shards_is_no_difference(capsys, three):
     assert compared(capsys, three)["equal"]
 
 
-def test_any_single_bit_is_found_wherever_it_flips(capsys, three):
-    seed = random.randrange(10**6)
-    print("seed", seed)
+def test_any_single_bit_is_found_wherever_it_flips(capsys, three, seed):
     chance = random.Random(seed)
     unset = stored.padding(stored.read(at(three[0], 1)))
     tensors = [key for key in places(at(three[0], 1)) if "shard_" not in key[0] and key not in unset]

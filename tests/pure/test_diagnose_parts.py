@@ -34,9 +34,7 @@ def _tensor(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_differences_are_those_of_the_definition(dtype, monkeypatch):
-    seed = random.randrange(10**6)
-    print("seed", seed)
+def test_differences_are_those_of_the_definition(dtype, monkeypatch, seed):
     chance = random.Random(seed)
     monkeypatch.setattr(compare, "_BLOCK", 7)
     width = 8 * dtype.itemsize

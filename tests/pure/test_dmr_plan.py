@@ -36,10 +36,9 @@ def some(seed: int, **how) -> tuple[Trace, float]:
     return trace, trace.memory.peak(0) + rng.choice((0.0, rng.uniform(0, 60), 1e6))
 
 
-def seeds():
-    first = random.randrange(10**6)
-    print("first seed", first)
-    return range(first, first + TRACES)
+@pytest.fixture
+def seeds(seed):
+    return range(seed, seed + TRACES)
 
 
 def one(op_us: float = 10.0, windows=(), budget: float = 1e9, **how) -> tuple[Trace, Operator]:
@@ -51,8 +50,8 @@ def one(op_us: float = 10.0, windows=(), budget: float = 1e9, **how) -> tuple[Tr
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_every_operator_is_assigned_once_and_neither_windows_nor_memory_are_overrun(dynamic):
-    for seed in seeds():
+def test_every_operator_is_assigned_once_and_neither_windows_nor_memory_are_overrun(dynamic, seeds):
+    for seed in seeds:
         trace, budget = some(seed, dynamic=dynamic)
         found = plan(trace, budget)
         assert found.assign.keys() == {op.id for op in trace.ops}, seed
@@ -68,16 +67,16 @@ def test_every_operator_is_assigned_once_and_neither_windows_nor_memory_are_over
             assert peak <= found.predicted.peak_bytes + 1e-6 and peak <= budget * (1 + 1e-9), seed
 
 
-def test_without_windows_there_is_p_dmr_and_naive():
-    for seed in seeds():
+def test_without_windows_there_is_p_dmr_and_naive(seeds):
+    for seed in seeds:
         trace, budget = some(seed)
         found = plan(replace(trace, windows=()), budget)
         assert {how.set for how in found.assign.values()} <= {PIGGYBACK, NAIVE, UNCHECKED}, seed
         assert not found.segments
 
 
-def test_a_phase_more_never_makes_an_iteration_longer():
-    for seed in seeds():
+def test_a_phase_more_never_makes_an_iteration_longer(seeds):
+    for seed in seeds:
         trace, budget = some(seed, dynamic=seed % 2 == 0)
         times = [each.t_plan for each in plan(trace, budget).phases]
         assert times == sorted(times, reverse=True), seed
@@ -204,8 +203,8 @@ def test_where_memory_is_scarce_activations_are_regenerated():
     assert not segment.again
 
 
-def test_with_a_known_plan_more_memory_and_longer_windows_never_hurt():
-    for seed in (883592, *seeds()):  # in the first, rounding parts a tensor's end from that of a window by 1e-13 us
+def test_with_a_known_plan_more_memory_and_longer_windows_never_hurt(seeds):
+    for seed in (883592, *seeds):  # in the first, rounding parts a tensor's end from that of a window by 1e-13 us
         trace, budget = some(seed, dynamic=seed % 2 == 0)
         less = plan(trace, budget)
         more = plan(trace, budget + random.Random(seed).uniform(0, 80), known=[less])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -63,11 +62,9 @@ def changed(path, change) -> str:
     return str(path)
 
 
-def test_traces_and_plans_are_read_as_they_were_written(tmp_path):
-    first = random.randrange(10**6)
-    print("first seed", first)
-    for seed in range(first, first + 20):
-        trace = random_trace(seed, dynamic=seed % 2 == 0)
+def test_traces_and_plans_are_read_as_they_were_written(tmp_path, seed):
+    for number in range(seed, seed + 20):
+        trace = random_trace(number, dynamic=number % 2 == 0)
         path = tmp_path / "file.json"
         write_trace(path, trace)
         read = read_trace(path)

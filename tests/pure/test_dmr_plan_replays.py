@@ -141,9 +141,7 @@ def long_run(n: int, dynamic: bool, seed: int) -> Trace:
     return Trace({}, tuple(ops), tensors, tuple(windows), MemoryInUse({0: ((0.0, 1e9),)}))
 
 
-def check_long_run(n: int, dynamic: bool) -> None:
-    seed = random.randrange(10**6)
-    print("seed", seed)
+def check_long_run(n: int, dynamic: bool, seed: int) -> None:
     trace = long_run(n, dynamic, seed)
     tight, ample = plan(trace, 1.1e9), plan(trace, 1e15)
     for found in (tight, ample):
@@ -152,21 +150,19 @@ def check_long_run(n: int, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_profile_that_names_no_layers_is_planned_too(dynamic):
-    check_long_run(2000, dynamic)
+def test_a_profile_that_names_no_layers_is_planned_too(dynamic, seed):
+    check_long_run(2000, dynamic, seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_profile_of_30_000_operators_is_planned_too(dynamic):
-    check_long_run(30_000, dynamic)
+def test_a_profile_of_30_000_operators_is_planned_too(dynamic, seed):
+    check_long_run(30_000, dynamic, seed)
 
 
-def test_segments_of_a_run_come_longest_first_and_none_twice():
+def test_segments_of_a_run_come_longest_first_and_none_twice(seed):
     from ft.systems.dmr.plan.phases import _by_time
 
-    seed = random.randrange(10**6)
-    print("seed", seed)
     rng = random.Random(seed)
     for _ in range(30):
         ops = [Operator(f"o{i}", "mm", FORWARD, 0.0, rng.choice((0.0, 1.0, rng.uniform(0, 9)))) for i in range(12)]
@@ -213,9 +209,7 @@ def test_what_never_fits_does_not_crowd_out_what_does():
     assert plan(trace, 40.0).predicted.exposed_us == 1000.0
 
 
-def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time():
-    seed = random.randrange(10**6)
-    print("seed", seed)
+def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time(seed):
     rng = random.Random(seed)
     for _ in range(40):
         waiting, entries = Waiting(), []

@@ -125,9 +125,7 @@ def test_plans_of_other_stages_and_of_no_run_are_refused():
         Planned(a_plan({}, rename="estimated"), 0)
 
 
-def test_a_random_unit_is_found_again_after_what_was_put_in_or_left_out():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_a_random_unit_is_found_again_after_what_was_put_in_or_left_out(seed):
     rng = random.Random(seed)
     for _ in range(200):
         planned = [rng.choice("abcdefgh") for _ in range(rng.randrange(20, 200))]
@@ -177,9 +175,7 @@ def at(name: str, index: int) -> OperatorCall:
 
 
 @pytest.fixture
-def draw():
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
+def draw(seed):
     return random.Random(seed)
 
 

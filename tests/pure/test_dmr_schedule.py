@@ -60,9 +60,7 @@ def test_interleaved_forwards_come_in_the_order_of_core_s_table():
             assert [(unit.microbatch, unit.chunk) for unit in units if unit.backward] == turned
 
 
-def test_idle_times_and_work_fill_the_iteration_and_do_not_overlap():
-    seed = random.randrange(10**6)
-    print("seed", seed)
+def test_idle_times_and_work_fill_the_iteration_and_do_not_overlap(seed):
     rng = random.Random(seed)
     for _ in range(40):
         stages, chunks = rng.randint(1, 5), rng.choice((1, 1, 2, 3))

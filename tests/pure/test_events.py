@@ -1,9 +1,9 @@
 """The event file: one schema, whatever a crash has left of the last line."""
 
 import json
-import threading
 
 import pytest
+from waiting import at_once
 
 from ft.base import events
 from ft.base.events import Event, EventLog
@@ -84,11 +84,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
         for step in range(50):
             log.write(events.now(events.RESUMED, epoch=1, worker=worker, step=step, pad="x" * 500))
 
-    threads = [threading.Thread(target=write, args=(f"n0.w{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(write, [f"n0.w{i}" for i in range(4)])
     log.close()
     found = events.read(tmp_path / "events.jsonl")
     assert len(found) == 200

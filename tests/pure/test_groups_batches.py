@@ -2,13 +2,13 @@
 
 # ruff: noqa: E402 - megatron-core is imported after the patches
 
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake_nccl import Messenger, Wires
+from waiting import at_once
 
 from megatron import patches
 
@@ -170,11 +170,7 @@ def run_all(
         finally:
             wires.ends()
 
-    threads = [threading.Thread(target=stage, args=(rank,)) for rank in range(STAGES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(stage, range(STAGES))
     return wires, gradients, errors
 
 

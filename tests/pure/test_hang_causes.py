@@ -3,12 +3,11 @@
 One small case for each kind of cause is in ``conversations/hang``.
 """
 
-import random
-import sys
 from dataclasses import replace
 
 import pytest
 from large_looks import FAULTS, large_look
+from lines_run import lines_run
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose
@@ -126,10 +125,8 @@ def test_a_step_that_is_shorter_than_the_one_before_has_left_out_its_end():
     assert missing_end(sequence("abc"), sequence("ab"), []) is None, "the step has not ended yet"
 
 
-def test_injected_hangs_and_slow_downs_are_named():
-    first = random.SystemRandom().randrange(1 << 30)
-    print(f"seeds {first} to {first + 149}")
-    cases = [one for one in map(case, range(first, first + 150)) if one is not None and one.fault != "slow link"]
+def test_injected_hangs_and_slow_downs_are_named(seed):
+    cases = [one for one in map(case, range(seed, seed + 150)) if one is not None and one.fault != "slow link"]
     tally = count(cases)["all"]
     assert tally.cases > 60 and len(tally.misses) <= 0.03 * tally.cases, tally.misses
 
@@ -137,30 +134,13 @@ def test_injected_hangs_and_slow_downs_are_named():
 # --- large runs -------------------------------------------------------------------------------------------------------
 
 
-def lines_run(look) -> int:
-    """Return how many lines of Python the search runs; each round of a loop counts."""
-    over_time([look])  # what Python does once only, such as imports, is done
-    found, before = 0, sys.gettrace()
-
-    def trace(frame, event, argument):
-        nonlocal found
-        found += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        over_time([look])
-    finally:
-        sys.settrace(before)
-    return found
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     "layout", [Layout(tp=4, pp=4, dp=2, vpp=2), Layout(tp=2, cp=2, pp=2, dp=4, ep=2), Layout(dp=32)], ids=str
 )
 def test_the_search_grows_in_proportion_to_the_ranks(layout, fault):
-    small, large = (lines_run(large_look(replace(layout, dp=layout.dp * factor), fault)) for factor in (2, 8))
+    found = [large_look(replace(layout, dp=layout.dp * factor), fault) for factor in (2, 8)]
+    small, large = (lines_run(lambda look=look: over_time([look])) for look in found)
     assert large < 1.25 * 4 * small, f"{large / small:.1f} times the lines for 4 times the ranks"
 
 

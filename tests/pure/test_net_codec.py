@@ -76,9 +76,7 @@ def test_long_runs_of_numbers_are_short_on_the_wire(numbers, runs):
     assert from_json(Numbers, sent) == list(numbers)
 
 
-def test_any_numbers_are_read_back():
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def test_any_numbers_are_read_back(seed):
     rng = random.Random(seed)
     for _ in range(300):
         numbers = []

@@ -131,7 +131,9 @@ def test_pictures_have_the_kind_of_their_ending(ending, found, tmp_path, capsys)
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
     pareto(found, tmp_path / f"buy.{ending}")
     out(f"spares {WORDS} --failures 400 --spares 0,2 --plot {tmp_path}/spares.{ending}", capsys)
-    assert all((tmp_path / f"{name}.{ending}").read_bytes().startswith(begins) for name in ("buy", "spares"))
+    out(f"schedule --pp 4 --microbatches 6 --plot {tmp_path}/schedule.{ending}", capsys)
+    names = ("buy", "spares", "schedule")
+    assert all((tmp_path / f"{name}.{ending}").read_bytes().startswith(begins) for name in names)
 
 
 def test_bad_input_is_refused_before_anything_large_is_imported():

@@ -9,11 +9,14 @@ from collections import Counter
 import ladder_situations
 import pytest
 from control_world import LIMITS, World
+from lines_run import lines_run
 
 from ft import cli
 from ft.job import messages as m
 from ft.job.control import recovery
-from ft.job.control.recovery import decide
+from ft.job.control.recovery import CHECKPOINT, MIDDLE, HostMemory, Stages, decide, plan_from_memory
+from ft.job.control.state import GridPosition
+from ft.job.parts import Holdings
 
 SITUATIONS = 20_000
 
@@ -72,6 +75,22 @@ def test_the_control_plane_names_the_rung_of_a_repair():
         world.ready(name)
     world.recover()
     assert [note["rung"] for note in world.events("repair_ordered")] == ["in place", "standby", "copy elsewhere"]
+
+
+def plan_of_large_job(pp: int, dp: int, tp: int = 4):
+    """Return the plan of a job that has lost a quarter of its ranks, and with them all data of a part of each stage."""
+    ranks, stage = range(pp * dp * tp), dp * tp
+    places = {rank: GridPosition(rank // stage, rank % tp, rank // tp % dp, 0, 2) for rank in ranks}
+    before = {rank: rank - tp if rank % stage >= tp else rank + stage - tp for rank in ranks}
+    held = {rank: Holdings([7, 6], {before[rank]: [7, 6]}) for rank in ranks if rank % tp}
+    peers = {rank: list(range(rank // stage * stage + rank % tp, (rank // stage + 1) * stage, tp)) for rank in ranks}
+    return plan_from_memory(HostMemory(list(ranks), held, peers), Stages(MIDDLE, places))
+
+
+def test_the_decision_grows_in_proportion_to_the_ranks():
+    assert plan_of_large_job(16, 8).name == CHECKPOINT
+    small, large = (lines_run(lambda size=size: plan_of_large_job(*size)) for size in ((8, 8), (16, 32)))
+    assert large < 1.25 * 8 * small, f"{large / small:.1f} times the lines for 8 times the ranks"
 
 
 @pytest.mark.parametrize("planted", ladder_situations.PLANTED)

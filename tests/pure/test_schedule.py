@@ -2,11 +2,11 @@
 
 import queue
 import random
-import threading
 import time
 from dataclasses import replace
 
 import pytest
+from waiting import at_once
 
 from ft.base.errors import UserError
 from ft.systems.schedule.check import ScheduleDeadlock, check, in_flight, play, run
@@ -15,9 +15,8 @@ from ft.systems.schedule.kinds import half_swapped, insert_messages
 from ft.systems.schedule.program import Program, Routes, Unit, straight, swapped
 
 
-def seeded() -> random.Random:
-    seed = random.randrange(10**6)
-    print("seed", seed)
+@pytest.fixture
+def rng(seed) -> random.Random:
     return random.Random(seed)
 
 
@@ -64,8 +63,7 @@ def test_half_half_costs_one_microbatch_s_time_more_than_1f1b_and_holds_no_more(
         assert plan(BEST, Shape(stages, microbatches, most_in_flight=min(stages, microbatches))).valid
 
 
-def test_every_schedule_of_any_shape_may_run():
-    rng = seeded()
+def test_every_schedule_of_any_shape_may_run(rng):
     for _ in range(8):
         f, b = rng.choice(((1, 2), (1, 1), (1, 3), (2, 1), (rng.uniform(0.5, 2), rng.uniform(0.5, 5))))
         shape = Shape(rng.randint(4, 8), rng.randint(2, 24), f, b, rng.choice((0, 0, 0.1)))
@@ -86,8 +84,7 @@ def test_what_a_stage_may_hold_decides_which_is_best():
         plan(BEST, Shape(6, 24, most_in_flight=2))
 
 
-def test_no_way_of_timing_deadlocks_a_schedule_or_lets_messages_cross():
-    rng = seeded()
+def test_no_way_of_timing_deadlocks_a_schedule_or_lets_messages_cross(rng):
     for _ in range(10):
         found = plan(rng.choice(SWAPPING), Shape(rng.randint(4, 8), rng.randint(2, 16)))
         times = {
@@ -100,9 +97,8 @@ def test_no_way_of_timing_deadlocks_a_schedule_or_lets_messages_cross():
             assert source is None or ran.times[source][1] <= start
 
 
-def test_batches_exist_for_any_order_that_has_a_way_through():
+def test_batches_exist_for_any_order_that_has_a_way_through(rng):
     """Random orders, drawn by running random units that are ready, get programs that pass the check."""
-    rng = seeded()
     for _ in range(20):
         stages, microbatches = rng.randint(4, 7), rng.randint(2, 8)
         routes = Routes.of(stages, [rng.choice(("normal", "swapped")) for _ in range(microbatches)])
@@ -133,8 +129,7 @@ def changed(program: Program, stage: int, steps) -> Program:
     return replace(program, stages=tuple(tuple(steps) if i == stage else old for i, old in enumerate(program.stages)))
 
 
-def test_the_check_notices_every_kind_of_damage():
-    rng = seeded()
+def test_the_check_notices_every_kind_of_damage(rng):
     program = plan("woven", Shape(6, 8)).program
     for _ in range(30):
         stage = rng.randrange(6)
@@ -205,9 +200,8 @@ def test_weaves_of_more_stages_than_are_searched_grow_out_of_narrower_ones():
         assert not broken(insert_messages(half_swapped(stages, 9), orders(grown[-1], 9), length)[0])
 
 
-def test_stages_on_threads_follow_a_program_and_every_result_is_right():
+def test_stages_on_threads_follow_a_program_and_every_result_is_right(rng):
     """Each thread follows its stage's steps with sends that wait; values show which stages they went through."""
-    rng = seeded()
     for kind in SWAPPING:
         found = plan(kind, Shape(6, 8))
         assert follow(found.program, rng) == {
@@ -243,11 +237,7 @@ def follow(program: Program, rng: random.Random) -> dict[int, str]:
                 else:
                     values[unit] = channels[source, target][0].get(timeout=10)
 
-    threads = [threading.Thread(target=work, args=(stage,)) for stage in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    at_once(work, range(6))
     return results
 
 

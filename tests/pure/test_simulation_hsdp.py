@@ -57,9 +57,7 @@ def test_after_a_checkpoint_only_the_first_attempt_at_a_step_may_take_as_long_as
     assert world.time.now - began < shape.save_s + RING_LIMITS.aside_s + 8.0
 
 
-def test_a_seed_replays_byte_for_byte_in_another_process():
-    seed = random.SystemRandom().randrange(1 << 32)
-    print("seed", seed)
+def test_a_seed_replays_byte_for_byte_in_another_process(seed):
     text, code = told("hsdp", seed, hash_seed=1)
     assert code == 0 and text.startswith(f"seed {seed}: ")
     assert told("hsdp", seed, hash_seed=2) == (text, code)

@@ -145,9 +145,7 @@ def test_what_was_copied_comes_back_bit_for_bit(copier):
             assert torch.equal(tensor, before[name][key]), key
 
 
-def test_one_flipped_bit_anywhere_is_found(copier):
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_one_flipped_bit_anywhere_is_found(copier, seed):
     slot = filled(copier, PingPong(), 1, 0, sections())
     rng = random.Random(seed)
     for _ in range(20):
@@ -160,9 +158,7 @@ def test_one_flipped_bit_anywhere_is_found(copier):
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8191, 8192, 8200, 30001, CHUNK])
-def test_a_checksum_tells_every_flipped_bit_and_every_stale_piece(size):
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_a_checksum_tells_every_flipped_bit_and_every_stale_piece(size, seed):
     rng = random.Random(seed)
     data = bytearray(rng.randbytes(size))
     expected, sums = checksum(data), set()
@@ -220,9 +216,7 @@ def test_the_own_step_that_is_taken_once_more_leaves_the_one_before():
     assert held.steps() == [5, 6]
 
 
-def test_a_random_history_always_leaves_a_complete_snapshot():
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_a_random_history_always_leaves_a_complete_snapshot(seed):
     rng, held, tables = random.Random(seed), PingPong(), tables_of({"owned": {"a": torch.zeros(3)}})
     step, epoch, newest = 0, 0, None
     for _ in range(500):

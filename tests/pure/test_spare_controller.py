@@ -155,9 +155,7 @@ def test_a_placement_whose_types_share_more_groups_is_reordered_as_exactly(group
 
 @pytest.mark.parametrize(("groups", "redundancy"), [(200, 8), (1000, 26)])
 def test_at_the_size_of_the_paper_scipy_finds_the_same_stack_and_the_same_cost(groups, redundancy):
-    seed = 11
-    print(f"seed {seed}")
-    rng, kept = random.Random(seed), controller(groups, redundancy)
+    rng, kept = random.Random(11), controller(groups, redundancy)
     for i, group in enumerate(rng.sample(range(groups), groups)):
         before = kept.orders if i % (groups // 12) == 0 else None
         done = kept.lose([group])

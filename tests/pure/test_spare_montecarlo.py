@@ -23,7 +23,6 @@ def placement(groups: int, redundancy: int) -> Placement:
 def test_with_two_hosts_the_mean_number_of_failures_is_exact(groups):
     """The hosts of the types are then the edges of a cycle, and no two that follow each other may fail."""
     exact = sum(groups / (groups - k) * comb(groups - k, k) / comb(groups, k) for k in range(groups // 2 + 1))
-    print(f"seed {SEED}")
     failures = trials(placement(groups, 2), 3000, SEED, accelerate=False)[:, 0]
     assert failures.mean() == pytest.approx(exact, abs=4 * failures.std() / 3000**0.5)
     assert failures.std() / 3000**0.5 < 0.02 * exact
@@ -31,7 +30,6 @@ def test_with_two_hosts_the_mean_number_of_failures_is_exact(groups):
 
 @pytest.mark.parametrize("row", [row for row in spare_tables() if row[1] in (3, 8)], ids=lambda row: str(row[:2]))
 def test_the_paper_simulated_the_same(row):
-    print(f"seed {SEED}")
     groups, redundancy, _, failures, _, stack = row
     found, stacks, _ = trials(placement(groups, redundancy), 40, SEED).T
     assert found.mean() == pytest.approx(float(failures), abs=5 * found.std() / 40**0.5)
@@ -40,7 +38,6 @@ def test_the_paper_simulated_the_same(row):
 
 def test_trials_are_what_the_controller_does_loss_by_loss():
     sizes = (40, 5)
-    print(f"seed {SEED}")
     rng, kept = np.random.default_rng(SEED), Controller(placement(*sizes))
     for failures, stacks, patches in trials(placement(*sizes), 12, SEED, accelerate=False):
         kept.reset()
@@ -58,7 +55,6 @@ def test_trials_are_what_the_controller_does_loss_by_loss():
 @pytest.mark.skipif(not NUMBA, reason="numba is not installed (pip install numba)")
 @pytest.mark.parametrize(("groups", "redundancy"), [(7, 3), (60, 6), (200, 12)])
 def test_compiled_trials_are_the_same_to_the_last_count(groups, redundancy):
-    print(f"seed {SEED}")
     made = placement(groups, redundancy)
     assert np.array_equal(trials(made, 15, SEED, accelerate=True), trials(made, 15, SEED, accelerate=False))
 

@@ -5,11 +5,11 @@ Which devices get into the file is shown in ``conversations/record/silent.txt``.
 
 import json
 import socket
-import threading
 from dataclasses import replace
 
 import pytest
 from control_world import LIMITS, World, kinds
+from waiting import at_once
 
 from ft.base.errors import UserError
 from ft.base.flags import Parser
@@ -73,11 +73,7 @@ def test_a_run_that_is_read_again_is_not_counted_twice_and_another_one_is_added(
 
 def test_what_several_processes_add_at_once_is_all_there(tmp_path):
     path = tmp_path / "suspects.json"
-    threads = [threading.Thread(target=suspects.add, args=(path, [suspect(n)])) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda device: suspects.add(path, [suspect(device)]), range(8))
     assert [one.device for one in suspects.read(path)] == list(range(8))
 
 
