@@ -109,8 +109,7 @@ def test_a_standby_in_a_replica_of_fsdp2_changes_nothing(tmp_path):
 
 @pytest.mark.long
 def test_replicas_of_fsdp2_train_and_save_as_torchrun_does(tmp_path):
-    """Core saves FSDP2 as ``torch_dcp``, and as ``torch_dist`` not at all."""
-    saving = f"--ckpt-format torch_dcp --save {tmp_path / 'save'} --save-interval 4"
+    saving = f"--ckpt-format torch_dcp --save {tmp_path / 'save'} --save-interval 4"  # core saves none as torch_dist
     done = train(tmp_path / "run", f"{FSDP2} {steps_of(10)} {saving}", "installed")
     check(done, 10, 0)
     written = sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
