@@ -17,9 +17,9 @@ from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
 from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import options
+from ft.job.agent.agent import make_run_dir
 from ft.job.agent.membership import claim_name
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.agent.start import make_run_dir
 from ft.job.quorum.values import parse_where
 from ft.job.replicas import flags, places
 from ft.job.replicas.flags import Replicas, wanted

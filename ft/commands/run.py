@@ -18,9 +18,9 @@ from ft.commands import arguments, checkouts, protection
 from ft.commands import replicas as launch
 from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import mpirun
+from ft.job.agent.agent import carry_out
 from ft.job.agent.console import Console
 from ft.job.agent.options import RunOptions, resolve, script_of
-from ft.job.agent.start import carry_out
 from ft.platform import slurm
 from ft.platform.slurm import Job
 from ft.record.run import read_status

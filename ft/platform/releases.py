@@ -1,14 +1,19 @@
-"""Releases of NCCL, torch, Transformer Engine and NVIDIA's driver with known faults that hit a fault-tolerant run.
+"""Releases of NCCL, torch, Transformer Engine and NVIDIA's driver with known faults that hit a fault-tolerant run;
+and the versions that must be equal on all nodes of a run.
 
-The table is from issues and release notes, which each row names. Nothing of it was tried here.
+The table of faults is from issues and release notes, which each row names. Nothing of it was tried here.
 """
 
+import hashlib
 import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from ft.base.checkout import CHECKOUT
 
 Release = tuple[int, ...]
 
@@ -193,3 +198,30 @@ def _sentences(releases: Mapping[str, Release], environment: Mapping[str, str]) 
         if row.off is None or environment.get(row.off[0]) != row.off[1]:
             name = ".".join(map(str, release))
             yield f"with {row.what} {name}, {row.fault}: {row.fix} ({row.source})"
+
+
+_OURS = ("ft", "megatron/ft_trainer", "megatron/patches")
+_PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
+
+
+def versions() -> dict[str, str]:
+    """Return the version of Python and of each package that is installed, and the digest of this project's code."""
+    found = {"python": platform.python_version(), "code of ft and megatron": CODE}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _digest_of_code() -> str:
+    digest = hashlib.sha256()
+    for folder in _OURS:
+        for file in sorted((CHECKOUT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(CHECKOUT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+CODE = _digest_of_code()
+"""Digest of the sources at the time of import. Workers inherit it from the process that they are forked from."""

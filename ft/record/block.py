@@ -12,9 +12,8 @@ from typing import NamedTuple
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.events import Event, named
-from ft.faults.hang.causes import BUSY
+from ft.faults.hang.causes import BUSY, over_time
 from ft.faults.hang.format import Who
-from ft.faults.hang.series import over_time
 from ft.faults.verdict import NODE_LOST
 from ft.record import looks
 from ft.record import recoveries as found

@@ -85,7 +85,7 @@ FUSED_GRADIENTS = "LinearWithGradAccumulationAndAsyncCommunication"
 """The class of core's layers that adds to the gradient buffer by an extension of Apex, if that is fused."""
 _CALLED_TWICE = "its kernels bypass torch's dispatcher: DMR calls it twice"
 _BY_FOLDER = {
-    ("ft/state/groups/torch_hook", PROTECTED): (
+    ("ft/state/groups/registry", PROTECTED): (
         (
             "torch.distributed.distributed_c10d",
             ("_new_process_group_helper",),

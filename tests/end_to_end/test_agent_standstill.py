@@ -12,9 +12,9 @@ from harness import processes
 from pythons import environment
 from waiting import eventually
 
+from ft.job.agent.control_plane import GIVE_UP, RENEW, WAIT, ControlPlaneView, decide
 from ft.job.agent.options import Script
 from ft.job.agent.pool import PoolBroken, WarmPool
-from ft.job.agent.succession import GIVE_UP, RENEW, WAIT, ControlPlaneView, decide
 from ft.job.control.timeouts import Timeouts
 from ft.platform.processes import Standstill
 from ft.platform.supervisor import Supervisor

@@ -13,8 +13,8 @@ from ft import faults as inject
 from ft.base.flags import Parser
 from ft.commands import arguments, protection
 from ft.commands.run import plan_faults
+from ft.job.agent.agent import first_ranks
 from ft.job.agent.options import resolve
-from ft.job.agent.start import first_ranks
 from ft.job.control.timeouts import BEHIND_ETCD, timeouts_of
 from ft.job.quorum.server import parse_options
 from ft.job.replicas import flags, places

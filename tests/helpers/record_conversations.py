@@ -10,11 +10,10 @@ from histories import START, History
 from planted_crashes import ORDERS, TEXTS
 
 from ft.base import events
-from ft.faults.hang.causes import diagnose
+from ft.faults.hang.causes import diagnose, over_time
 from ft.faults.hang.look import SERVER, Across, Departure, Look, Operation, Rank, Thread
 from ft.faults.hang.replicas import combine
-from ft.faults.hang.series import over_time
-from ft.job.agent.announcements import cause_of_crash
+from ft.job.agent.console import cause_of_crash
 from ft.observe.diagnose.hang import as_text as hang_as_text
 from ft.observe.diagnose.hang import as_values
 from ft.observe.diagnose.hang_picture import png

@@ -4,7 +4,7 @@ import itertools
 import sys
 
 import pretrain_gpt
-from ft.worker import standby as admission
+from ft.worker import session as admission
 
 if __name__ == "__main__":
     checksums = itertools.count()

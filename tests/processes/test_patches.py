@@ -49,7 +49,7 @@ import torch.distributed.nn, torch._inductor.output_code, megatron.core.fusions.
 import megatron.core.tensor_parallel.layers
 from types import SimpleNamespace
 from ft.job.agent import preload
-from ft.state.groups import registry
+from ft.state.groups.registry import take_over
 from ft.systems.dmr.runtime import functions
 from megatron import patches
 from megatron.patches import registry
@@ -70,7 +70,7 @@ def print_changes(what, before, after):
     print(what, *(name for name in before if after.get(name) is not before[name]))
 
 before = everything()
-registry.take_over()
+take_over()
 functions.watch(SimpleNamespace(flags=[]), functions.functions_of_core(SimpleNamespace(gradient_accumulation_fusion=1)))
 with preload.without_cuda():
     print_changes("elsewhere", before, after := everything())

@@ -11,7 +11,7 @@ from waiting import eventually
 from ft.base.errors import ReplaceNodeError
 from ft.job import messages as m
 from ft.state.snapshot import SnapshotServer
-from ft.worker.standby import Admission, examine
+from ft.worker.session import Admission, examine
 
 
 def flipped(array):

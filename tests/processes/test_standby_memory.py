@@ -15,7 +15,7 @@ from control_world import World, only, opened
 from ft.job import messages as m
 from ft.state.layout import Table
 from ft.state.snapshot.buffers import PingPong, Slot, Spare, Status
-from ft.worker.standby import ReadyMemory, available_memory
+from ft.worker.session import ReadyMemory, available_memory
 
 MIB = 1 << 20
 TABLES = {"owned": Table.of({"a": torch.zeros(3 * MIB)}), "replicated": Table.of({"b": torch.zeros(MIB)})}
@@ -25,7 +25,7 @@ FAULTS = """
 import json, resource, sys
 import torch
 from ft.job.messages import Reserve
-from ft.worker.standby import ReadyMemory, private_memory
+from ft.worker.session import ReadyMemory, private_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

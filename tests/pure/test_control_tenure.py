@@ -11,9 +11,17 @@ from waiting import at_once, eventually
 
 from ft.base import token
 from ft.base.errors import UserError
-from ft.job.agent.control_plane import ControlPlaneSupervisor, SidecarProcess
+from ft.job.agent.control_plane import (
+    CLAIM,
+    FENCE,
+    GIVE_UP,
+    WAIT,
+    ControlPlaneSupervisor,
+    ControlPlaneView,
+    SidecarProcess,
+    decide,
+)
 from ft.job.agent.membership import claim_name
-from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, ControlPlaneView, decide
 from ft.job.control.sidecar import PartitionDetector
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election, processes

@@ -10,7 +10,7 @@ from large_looks import FAULTS, large_look
 from lines_run import lines_run
 
 from ft.faults.hang import look as looks
-from ft.faults.hang.causes import diagnose
+from ft.faults.hang.causes import diagnose, over_time
 from ft.faults.hang.format import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.graph import Graph
 from ft.faults.hang.look import (
@@ -23,7 +23,6 @@ from ft.faults.hang.look import (
     departure,
     missing_end,
 )
-from ft.faults.hang.series import over_time
 from tests.simulation.hangs.machine import Layout
 from tests.simulation.hangs.run import case, count
 

@@ -3,6 +3,7 @@
 import json
 import os
 
+from ft.faults.hang.causes import over_time
 from ft.faults.hang.look import (
     DEAD,
     RUNNING,
@@ -17,7 +18,6 @@ from ft.faults.hang.look import (
     channel,
 )
 from ft.faults.hang.replicas import combine
-from ft.faults.hang.series import over_time
 from ft.job.control.looks import judge
 from ft.job.replicas.launcher import Company, begun
 from ft.observe.diagnose.hang import as_text

@@ -13,7 +13,7 @@ from ft import cli
 from ft.base import events
 from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Operation, Rank, Thread
-from ft.job.agent.announcements import RecoveryNews
+from ft.job.agent.console import RecoveryNews
 from ft.job.agent.looks import Looks
 from ft.job.control.looks import Answers
 from ft.job.messages import Look, Looked, LookTaken

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from large_looks import FAULTS, large_look  # noqa: E402
 
-from ft.faults.hang.series import over_time  # noqa: E402
+from ft.faults.hang.causes import over_time  # noqa: E402
 from tests.simulation.hangs.machine import Layout  # noqa: E402
 
 LAYOUTS = (

@@ -4,6 +4,9 @@ It runs on the node of one agent, as the agent's child. Leadership is divided in
 next term, starts the control plane, and the control plane then renews a lease and continues from the journal. A standby
 process, which has imported everything, can be prepared so that a later start is fast. What a failure of the control
 plane means for this node's workers is passed to the agent as an event.
+
+While a control plane is active, it renews a lease. An agent that gets no answer may wait, take over by starting a new
+control plane, or fence (kill) its own workers: :func:`decide`.
 """
 
 import contextlib
@@ -21,17 +24,85 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.job.agent import succession
-from ft.job.agent.announcements import RecoveryNews
-from ft.job.agent.console import Console, last_lines
+from ft.job.agent.console import Console, RecoveryNews, last_lines
 from ft.job.agent.uplink import ReportRefused, Uplink
 from ft.job.control.state import ControlOptions, ControlStart
 from ft.job.control.timeouts import Timeouts
 from ft.net.codec import to_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
-from ft.platform.processes import OwnPauses, Standstill
+from ft.platform.processes import MOST_IN_A_ROW, OwnPauses, Standstill
 from ft.platform.supervisor import Supervisor
+
+WAIT, CLAIM, FENCE, RENEW, GIVE_UP = "wait", "claim", "fence", "renew", "give up"
+"""Actions of an agent.
+
+- wait: do nothing.
+- claim: claim the next term and start a control plane on this node.
+- fence: kill this node's workers.
+- renew: kill the control plane that was started on this node and does not get through its startup; start another one.
+- give up: end the run on this node.
+"""
+
+
+@dataclass(frozen=True)
+class ControlPlaneView:
+    """Observations of an agent about the control plane.
+
+    Attributes:
+        silent_s: seconds since the control plane last answered this agent.
+        lease_s: seconds for which the agent has watched the lease without seeing a renewal; None if the agent sees no
+            lease, because it shares no directory with the control plane.
+        serving_s: seconds for which the control plane of the current term has accepted connections, None if it does not
+            yet.
+        turn: number of agents that may claim the next term before this one.
+        taken_in: whether the control plane has answered this agent before. If not, this node's workers have no logical
+            ranks that could be assigned to other workers, so fencing is not needed.
+        idle_s: seconds for which a control plane that is starting up on this node has made no progress; 0 if none is
+            starting up here.
+        idle_starts: number of control planes in a row that were killed on this node because their startup made no
+            progress.
+    """
+
+    silent_s: float
+    lease_s: float | None
+    serving_s: float | None
+    turn: int
+    taken_in: bool = True
+    idle_s: float = 0.0
+    idle_starts: int = 0
+
+
+def decide(view: ControlPlaneView, timeouts: Timeouts) -> tuple[str, str]:
+    """Return (action, reason).
+
+    While the lease is being renewed, a control plane is active. An agent that cannot reach it will be declared
+    lost, and therefore fences itself: it kills its workers before their logical ranks are assigned to other workers.
+
+    Once the lease has expired, no control plane is active. Training continues, and the agents try in turn to claim
+    the next term; the first agent that succeeds starts the new control plane.
+    """
+    if view.silent_s <= timeouts.contact_s:
+        return WAIT, ""
+    if view.idle_s > timeouts.stuck_s:
+        why = f"the control plane that is to start has done nothing for {view.idle_s:.0f} s"
+        if view.idle_starts + 1 >= MOST_IN_A_ROW:
+            return GIVE_UP, f"{why}, {MOST_IN_A_ROW} times in a row"
+        return RENEW, why
+    if view.lease_s is None:
+        if view.silent_s > timeouts.away_s:
+            return GIVE_UP, f"no control plane for {view.silent_s:.0f} s"
+        cut_off = view.silent_s > timeouts.fence_s and view.taken_in
+        return (FENCE, "cut off from the control plane, whose lease cannot be seen") if cut_off else (WAIT, "")
+    if view.lease_s > timeouts.lease_s + view.turn * timeouts.turn_s:
+        return CLAIM, f"the control plane has not renewed its lease for {view.lease_s:.1f} s"
+    unheard_s = 0.0 if view.serving_s is None else min(view.silent_s, view.serving_s)
+    if view.taken_in and unheard_s > timeouts.fence_s:
+        return FENCE, f"cut off for {view.silent_s:.1f} s from a control plane that goes on"
+    if not view.taken_in and unheard_s > timeouts.away_s:
+        return GIVE_UP, f"the control plane serves, and has not answered this node for {unheard_s:.0f} s"
+    return WAIT, ""
+
 
 _LEAVE_S, _TERM_S = 10.0, 2.0
 
@@ -262,15 +333,15 @@ class ControlPlaneSupervisor:
         self._uplink.check_contact(now, self._pauses)
         contact_at = self._uplink.contact_at
         what, why = self.decide(now, contact_at, self._pauses.since(contact_at))
-        if what == succession.RENEW:
+        if what == RENEW:
             self._console.complain(f"{why} ({processes.describe(self._sidecar.pid)}): it is killed")
             self._try_start()
-        elif what == succession.CLAIM and self._try_start():
+        elif what == CLAIM and self._try_start():
             self._console.say(f"{why}; {self._node} ({socket.gethostname()}) takes over, training goes on")
             self._recoveries.adopt(self._run_dir / "events.jsonl")
-        elif what == succession.FENCE:
+        elif what == FENCE:
             self._obey(Fenced(why))
-        elif what == succession.GIVE_UP:
+        elif what == GIVE_UP:
             self._obey(ReportRefused(why))
 
     def finish(self) -> None:
@@ -278,7 +349,7 @@ class ControlPlaneSupervisor:
         self._is_over = True
 
     def decide(self, now: float, contact_at: float, paused_s: float = 0.0) -> tuple[str, str]:
-        """Return the (action, reason) of ``succession.decide``: whether this agent waits, takes over or fences its
+        """Return the (action, reason) of ``decide``: whether this agent waits, takes over or fences its
         workers.
 
         The lease is watched only while the control plane does not answer this agent.
@@ -296,7 +367,7 @@ class ControlPlaneSupervisor:
             self._idle_starts = 0
             if now - self._since > _PREPARE_S:
                 self._sidecar.prepare()
-            return succession.WAIT, ""
+            return WAIT, ""
         if self._lease is None:
             # imports take longer than a lease lasts: until the control plane serves, its lease is renewed for it
             mine = self._record if self.is_here else None
@@ -304,8 +375,8 @@ class ControlPlaneSupervisor:
             self._lease.start()
         # the silence may only be a pause of this event loop: read the lease before deciding
         if not self._lease.has_looked:
-            return succession.WAIT, ""
-        view = succession.ControlPlaneView(
+            return WAIT, ""
+        view = ControlPlaneView(
             silent_s=silent_s,
             lease_s=self._lease.age(now) if self._lease.seen is not None else None,
             serving_s=self._lease.serving(now),
@@ -314,8 +385,8 @@ class ControlPlaneSupervisor:
             idle_s=self._idle(now),
             idle_starts=self._idle_starts,
         )
-        found = succession.decide(view, self._timeouts)
-        self._idle_starts += found[0] == succession.RENEW
+        found = decide(view, self._timeouts)
+        self._idle_starts += found[0] == RENEW
         return found
 
     def _idle(self, now: float) -> float:

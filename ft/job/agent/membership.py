@@ -34,7 +34,7 @@ def describe(options: RunOptions) -> dict[str, Any]:
 
     The call takes a part of a second, because it reads the versions of the installed packages.
     """
-    from ft.platform.versions import versions
+    from ft.platform.releases import versions
 
     cluster = options.cluster
     return {

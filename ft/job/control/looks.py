@@ -15,10 +15,9 @@ from typing import Any
 
 from ft.base import events, threads
 from ft.base.errors import UserError
-from ft.faults.hang.causes import BUSY, DEAD_RANK, STOPPED_RANK
+from ft.faults.hang.causes import BUSY, DEAD_RANK, STOPPED_RANK, over_time
 from ft.faults.hang.format import Who
 from ft.faults.hang.look import Look
-from ft.faults.hang.series import over_time
 from ft.job import messages as m
 from ft.job.control.state import ControlState, Decisions
 from ft.record import looks

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ft.job.agent import succession
+from ft.job.agent import control_plane
 from ft.job.agent.console import last_lines
 from ft.job.control.timeouts import Timeouts
 from ft.net.backoff import Backoff
@@ -75,8 +75,8 @@ class QuorumHost:
             if self._process is None and now >= self._due:
                 self._start(takes_over=True)
         elif (age := self._lease.age(now)) is not None:
-            what, why = succession.decide(succession.ControlPlaneView(age, age, None, self._turn), self._timeouts)
-            if what == succession.CLAIM and self._claim():
+            what, why = control_plane.decide(control_plane.ControlPlaneView(age, age, None, self._turn), self._timeouts)
+            if what == control_plane.CLAIM and self._claim():
                 self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
 
     def _ended(self, code: int) -> None:

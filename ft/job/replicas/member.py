@@ -45,7 +45,7 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
 
 def main() -> None:
     """Run the agent described by the file ``sys.argv[1]``, written with :func:`pack`; exit with its exit code."""
-    from ft.job.agent.start import carry_out
+    from ft.job.agent.agent import carry_out
 
     options, faults, began = unpack(Path(sys.argv[1]).read_text())
     processes.set_name(f"ft-{options.run_dir.name}")

@@ -161,7 +161,7 @@ def _add_hang(subparsers) -> None:
 
 def run_hang(given: argparse.Namespace) -> int:
     """Print the causes; return 0 if there is none, 1 otherwise."""
-    from ft.faults.hang.series import over_time
+    from ft.faults.hang.causes import over_time
     from ft.observe.diagnose.hang import as_text, as_values
 
     if given.looks < 1 or given.every <= 0:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.faults.hang.series import over_time
+from ft.faults.hang.causes import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import ranks, text

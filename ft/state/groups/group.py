@@ -48,7 +48,7 @@ class Group(dist.ProcessGroup):
         ranks: logical ranks of the members, in group order.
         rank: group rank of this worker.
         state: the state that all groups of this worker share.
-        maker: the object that creates, connects and forgets groups; ``ft.state.groups.torch_hook`` asks it for
+        maker: the object that creates, connects and forgets groups; ``ft.state.groups.registry`` asks it for
             further ones.
 
     Attributes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
-from ft.job.agent import succession
+from ft.job.agent import control_plane
 from ft.job.agent.workforce import is_silent
 from ft.job.messages import AgentBeat
 from tests.simulation.control.worker import Worker
@@ -266,16 +266,16 @@ class Agent:
 
     def _fence(self) -> None:
         """End the agent if it is cut off from a running control plane, which may give its logical ranks to others
-        (fencing, ``ft.job.agent.succession``).
+        (fencing, ``ft.job.agent.control_plane``).
         """
         plane, now, rate = self.cluster.plane, self.cluster.time.now, self.host.clock.rate
         if not self.alive or not self.workers or not plane.is_up:
             return
         silent_s, serving_s = (now - self.link.contact_at) * rate, (now - plane.serves_since) * rate
-        what, why = succession.decide(
-            succession.ControlPlaneView(silent_s, 0.0, serving_s, turn=0), self.cluster.timeouts
+        what, why = control_plane.decide(
+            control_plane.ControlPlaneView(silent_s, 0.0, serving_s, turn=0), self.cluster.timeouts
         )
-        if what == succession.FENCE:
+        if what == control_plane.FENCE:
             self.cluster.note("{}: {}, and ends its workers", self.node, why)
             self.given_up()
 

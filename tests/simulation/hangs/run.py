@@ -8,8 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from ft.base import quantities
-from ft.faults.hang.causes import Diagnosis
-from ft.faults.hang.series import over_time
+from ft.faults.hang.causes import Diagnosis, over_time
 from ft.show.text import table
 from tests.simulation.hangs.faults import KINDS, LAYOUTS, STEP, Injected
 from tests.simulation.hangs.machine import Layout, Machine, Programs, programs
