@@ -88,7 +88,9 @@ def compared(capsys, *folders) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("release", ["0.16", pytest.param("installed", marks=pytest.mark.newest)])
+@pytest.mark.parametrize(
+    "release", [pytest.param("0.16", marks=pytest.mark.long), pytest.param("installed", marks=pytest.mark.newest)]
+)
 def test_checkpoints_of_nvidias_trainer_are_compared(tmp_path, capsys, release):
     """Without --deterministic-mode the padding in the optimizer's shards is what was in memory."""
     flags = f"{FLAGS} {STAGES} --save-interval 2"

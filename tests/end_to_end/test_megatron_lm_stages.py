@@ -95,7 +95,7 @@ def test_swapped_ends_train_as_those_of_the_reference_trainer_bit_for_bit(
 @pytest.mark.parametrize(
     ("release", "stage", "holder"),
     [
-        ("0.16", 0, 1),
+        pytest.param("0.16", 0, 1, marks=pytest.mark.long),
         pytest.param("0.16", 3, 0, marks=pytest.mark.long),
         pytest.param("0.19", 3, 0, marks=pytest.mark.newest),
     ],
