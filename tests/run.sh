@@ -18,4 +18,5 @@ esac
 install_debian_packages
 prepare_environment dev,mpi
 check_sources
-exec python -m pytest "${side_by_side[@]}" --durations-file build/durations.txt "$@"
+# With a blank in place of the first "=" pytest would take the file, from the second run on, for the tests that are meant.
+exec python -m pytest "${side_by_side[@]}" --durations-file=build/durations.txt "$@"
