@@ -119,7 +119,7 @@ class FaultTimer:
         self._timer: threading.Thread | None = None
 
     def begin(self, began: float | None = None) -> None:
-        """Start the thread that carries out the faults with a time, if there are any; a second call does nothing.
+        """Start a thread that carries out the planned faults with a time, if there are any. A second call does nothing.
 
         If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
 

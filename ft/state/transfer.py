@@ -51,7 +51,8 @@ PUSH, READY, HELD, DAMAGED, REFUSED = b"PUSH", b"REDY", b"HELD", b"DAMG", b"REFU
 CHUNK_KIND, DONE, GONE = b"CHNK", b"DONE", b"GONE"
 
 Disturb = Callable[[int, int, list[Bytes]], list[list[Bytes]]]
-"""Function (index of a chunk, number of chunks, pieces of its frame) -> frames to send instead, for fault injection."""
+"""A planted fault of the connection: from (index of a chunk, number of chunks, pieces of the chunk's frame) it makes
+the frames that are sent in place of that one."""
 
 
 class Withdrawn(Exception):
@@ -281,7 +282,7 @@ def serve(
 
 
 class _Desk:
-    """Answers the requests of one connection."""
+    """Answers the requests that one peer sends over its connection."""
 
     def __init__(self, holder: Holder, channel: FramedChannel, peer: str):
         self._holder, self._channel, self._peer = holder, channel, peer
@@ -512,7 +513,7 @@ _PERIOD_S = 0.02
 
 
 class Lost(Exception):
-    """No process of this run answers at the address, or its connection has ended."""
+    """The source cannot be reached: no process of this run answers at its address, or the connection has ended."""
 
 
 class Silent(Lost):

@@ -236,7 +236,7 @@ class RecoveryNews:
         self._next = 0.0
 
     def adopt(self, path: Path) -> None:
-        """Print summaries on this node from now on, reading the event log at ``path``."""
+        """From now on print the summaries of recoveries on this node, from the event log at ``path``."""
         self._path = self._path or path
 
     def expect(self, epoch: int) -> None:
@@ -345,7 +345,7 @@ class Room:
         self._is_full = self._was_full = False
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
-        """Record the highest step in the workers' heartbeats."""
+        """Remember the highest step of all heartbeats: the files of the run should reach it."""
         self._step = max([self._step, *(beat.step for beat in beats.values())])
 
     def poll(self) -> None:

@@ -151,7 +151,7 @@ class ReplicatedEnds:
         return [param for _, param in self.params(chunk) if getattr(param, "shared_embedding", False)]
 
     def built(self, model: torch.nn.Module) -> None:
-        """Give the copies of the embedding and the output layer in a new model the values of the originals.
+        """Copy the weights of the embedding and the output layer of a new model to the stages that hold copies of them.
 
         The copies are excluded from gradient norms, and are marked as replicas in checkpoints. All ranks of ``group``
         have to call it.

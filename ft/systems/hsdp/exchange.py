@@ -219,7 +219,7 @@ class Exchange:
             self.add_up(self.tokens)
 
     def at_once(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Exchange all gradients of a model without bucket groups in one piece, and wait as in :meth:`finished`."""
+        """Exchange all gradients of a model without bucket groups as one group, and wait as in :meth:`finished`."""
         whole = torch.cat([gradient.view(-1) for gradient in gradients])
         self.started(self, [whole], when_queued(whole.device) if whole.is_cuda else None)
         self.finished(self)

@@ -32,7 +32,7 @@ from ft.systems.schedule.program import Program, Unit, swapped
 
 SWAPPING = ("half-half", "woven")
 """Kinds of schedules that swap half of the microbatches; CheckFree+ can use them if they pass the check. They are
-described in :mod:`ft.systems.schedule.kinds`, "woven" in :mod:`ft.systems.schedule.choose`."""
+described in :mod:`ft.systems.schedule.kinds`, "woven" at the top of this module."""
 KINDS = ("1f1b", "interleaved", *SWAPPING)
 BEST = "best"
 
@@ -41,8 +41,8 @@ _GRIDS = ((2, 1), (1, 1), (2, 3), (1, 2), (1, 3))
 because stages then finish units at the same time more often. The true times only decide between the resulting
 programs."""
 _SMALL = ((2, 1), (1, 1), (1, 2), (1, 3))
-"""The times of ``_GRIDS`` for which the search for weaves is fast. A weave (:mod:`ft.systems.schedule.choose`) is a
-periodic order of normal and swapped microbatches in which no stage is idle."""
+"""The times of ``_GRIDS`` for which the search for weaves is fast. A weave is a periodic
+order of normal and swapped microbatches in which no stage is idle."""
 _MOST_TRIED = 12
 """Maximum number of weaves tried for each pair of times: those with the fewest microbatches in flight, which are also
 the shortest."""
