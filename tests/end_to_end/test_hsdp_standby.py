@@ -93,7 +93,7 @@ def test_a_replica_that_has_lost_a_ranks_copies_takes_the_state_of_another_one_i
     problems = done.proof.problems(40, 2)
     assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
     assert len(done.injected()) == 3 + bool(again) and not done.of(1, events.RESTARTED), done.explain()
-    assert "another replica" in [repair.detail["rung"] for repair in done.of(1, events.REPAIR_ORDERED)], done.explain()
+    assert "another replica" in [repair.detail["level"] for repair in done.of(1, events.REPAIR_ORDERED)], done.explain()
     assert done.of(1, events.CAUGHT_UP), done.explain()
 
 

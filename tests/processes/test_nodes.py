@@ -65,13 +65,13 @@ def test_hosts_have_names_and_addresses_and_reach_each_other_only(lab):
 
 
 @pytest.mark.parametrize("out, into", [(True, True), (True, False), (False, True)])
-def test_a_cut_stops_conversations_until_it_is_mended_and_leaves_the_others(lab, out, into):
+def test_a_cut_stops_conversations_until_it_is_repaired_and_leaves_the_others(lab, out, into):
     one, two, three = lab.hosts
     serve(two)
     serve(three)
     two.cut(out=out, into=into)
     assert ask(one, two) is None and ask(one, three) is not None
-    two.mend()
+    two.repair()
     assert ask(one, two) is not None
     lab.part([three])
     assert ask(one, two) is not None and ask(three, two) is None
