@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from control_world import World, only, opened
+from control_world import World, only
 
 from ft.job import messages as m
 from ft.state.layout import Table
@@ -145,45 +145,6 @@ def test_the_memory_is_freed_with_the_slots():
     del spare
     own.close()
     assert kept() is None
-
-
-def footprints(world: World, *found: tuple[int, int]) -> list:
-    """Begin training with workers of these footprints; return the orders, with the standbys ready."""
-    world.join()
-    epoch = opened(world.start_workers()).epoch
-    made = []
-    for rank, footprint in enumerate(found):
-        made += world.say(m.WorkerResumed(world.worker(rank), epoch, 0, *footprint))
-    for name in world.start_spawned(made):
-        made += world.ready(name)
-    return made
-
-
-def reserved(orders: list) -> list:
-    return [order for order in orders if isinstance(order, m.Reserve)]
-
-
-def test_each_standby_is_told_once_what_the_largest_rank_needs():
-    world = World(world_size=2)
-    made = footprints(world, (700, 90), (500, 100))
-    assert reserved(made) == [m.Reserve(700, 100)]
-    world.beat(6)
-    world.kill(1)
-    world.release()
-    world.arrive()
-    world.repair()
-    made = [
-        order
-        for rank in (0, 1)
-        for order in world.say(m.WorkerResumed(world.worker(rank), world.state.epoch, world.state.step, 5000, 100))
-    ]
-    assert not reserved(made), "the standby that was told has a seat now"
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(700, 100)], "a joiner's heap is not counted"
-
-
-def test_nothing_is_kept_ready_where_nothing_is_known():
-    assert not reserved(footprints(World(world_size=2), (0, 0), (0, 0)))
 
 
 def test_the_ranks_whose_models_are_as_they_were_are_named_in_the_repair():
