@@ -19,8 +19,7 @@ def recovered(corpus, folder, layout: str, ranks: int, kills: list[tuple[int, in
     flags = replica_runs.flags(corpus, layout, STEPS, 8)
     options = f"--standby 1 --inject {','.join(faults)}"
     done = train(folder / "run", flags, replicas=2, nproc=2 * ranks, options=options)
-    problems = done.proof.problems(STEPS, 1)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    done.check(STEPS, 1)
     assert len(done.injected()) == len(kills), done.explain()
     assert not done.of(0, events.RESTARTED) + done.of(1, events.RESTARTED), done.explain()
     assert done.losses_of(0) == done.losses_of(1) and all(map(math.isfinite, done.losses_of(0))), done.explain()
