@@ -169,44 +169,6 @@ def test_a_piece_takes_little_time():
     assert len(took) > 1 and min(took) < 0.5, took
 
 
-# --- a device to spare -----------------------------------------------------------------------------------------------
-
-
-def test_a_standby_keeps_a_spare_device_and_takes_its_rank_with_it():
-    world = World(world_size=2, standbys=2, devices=3)
-    made = footprints(world, (0, 90), (0, 90))
-    assert [order.devices for order in reserved(made)] == [{"n0.w2": 2}, {}], "there is one device for two standbys"
-    orders = world.kill(1)
-    assert opened(orders).seats[1].worker == "n0.w2" and opened(orders).seats[1].local_rank == 2
-    world.say(m.DeviceReleased("n0.w1", "n0", 1))
-    world.recover()
-    assert [order.devices for order in reserved(world.orders)][2:] == [{"n0.w4": 1}]
-
-
-def test_a_standby_on_a_full_node_uses_no_device():
-    made = footprints(World(world_size=2, devices=2), (0, 90), (0, 90))
-    assert reserved(made) == [m.Reserve(0, 90)]
-
-
-def test_a_device_that_a_standby_finds_broken_is_given_to_nobody():
-    world = World(world_size=2, devices=3)
-    footprints(world, (0, 90), (0, 90))
-    kinds = ["DeviceUnusable", "FtError", "Exception"]
-    made = world.say(m.WorkerFailed("n0.w2", -1, 0, kinds, "cuda:2: a product of matrices is wrong", ""))
-    assert only(made, m.Kill).worker == "n0.w2"
-    assert [event["device"] for event in world.events("device_unusable")] == [2]
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(0, 90)]
-
-
-def test_the_device_of_a_dead_standby_is_kept_for_nobody_before_its_memory_is_free():
-    world = World(world_size=2, devices=3)
-    footprints(world, (0, 90), (0, 90))
-    made = world.say(m.WorkerExited("n0.w2", "n0", -9, True))
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(0, 90)]
-
-
 def prepared(device: WarmDevice) -> list[str]:
     said = []
     while device.is_wanted:
