@@ -284,7 +284,7 @@ def test_a_device_that_cannot_be_selected_or_computes_wrongly_is_unusable(monkey
 
 def test_a_kernel_that_is_missing_on_a_sound_device_ends_the_preparation(monkeypatch):
     def no_kernel(device, dtype):
-        raise RuntimeError("no kernel for this GPU")
+        raise TypeError("no kernel for this GPU")
 
     monkeypatch.setattr(warm_device, "_train_layer", no_kernel)
     device = WarmDevice(lambda index: None)
