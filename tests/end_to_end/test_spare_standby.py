@@ -15,8 +15,7 @@ def recovered(corpus, folder, faults: list[str], flags: str = FLAGS, standbys: i
     given = replica_runs.flags(corpus, flags, STEPS)
     options = f"--ft-spare-redundancy 2 --standby {standbys}" + (f" --inject {','.join(faults)}" if faults else "")
     done = train(folder, given, replicas=3, nproc=6, options=options)
-    problems = done.proof.problems(STEPS, 1)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    done.check(STEPS, 1)
     return done
 
 

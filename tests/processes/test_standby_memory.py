@@ -1,4 +1,4 @@
-"""The memory that a standby keeps ready: what is touched, when it is refused, and that it is used afterwards."""
+"""The memory and the device that a standby keeps ready: what is touched and used, and when it is refused."""
 
 import json
 import os
@@ -10,12 +10,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from control_world import World, only, opened
+from control_world import World, only
 
+from ft.base.errors import DeviceUnusable, UserError
 from ft.job import messages as m
 from ft.state.layout import Table
 from ft.state.snapshot.buffers import PingPong, Slot, Spare, Status
+from ft.worker import warm_device
 from ft.worker.session import ReadyMemory, available_memory
+from ft.worker.warm_device import WarmDevice
 
 MIB = 1 << 20
 TABLES = {"owned": Table.of({"a": torch.zeros(3 * MIB)}), "replicated": Table.of({"b": torch.zeros(MIB)})}
@@ -147,45 +150,6 @@ def test_the_memory_is_freed_with_the_slots():
     assert kept() is None
 
 
-def footprints(world: World, *found: tuple[int, int]) -> list:
-    """Begin training with workers of these footprints; return the orders, with the standbys ready."""
-    world.join()
-    epoch = opened(world.start_workers()).epoch
-    made = []
-    for rank, footprint in enumerate(found):
-        made += world.say(m.WorkerResumed(world.worker(rank), epoch, 0, *footprint))
-    for name in world.start_spawned(made):
-        made += world.ready(name)
-    return made
-
-
-def reserved(orders: list) -> list:
-    return [order for order in orders if isinstance(order, m.Reserve)]
-
-
-def test_each_standby_is_told_once_what_the_largest_rank_needs():
-    world = World(world_size=2)
-    made = footprints(world, (700, 90), (500, 100))
-    assert reserved(made) == [m.Reserve(700, 100)]
-    world.beat(6)
-    world.kill(1)
-    world.release()
-    world.arrive()
-    world.repair()
-    made = [
-        order
-        for rank in (0, 1)
-        for order in world.say(m.WorkerResumed(world.worker(rank), world.state.epoch, world.state.step, 5000, 100))
-    ]
-    assert not reserved(made), "the standby that was told has a seat now"
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(700, 100)], "a joiner's heap is not counted"
-
-
-def test_nothing_is_kept_ready_where_nothing_is_known():
-    assert not reserved(footprints(World(world_size=2), (0, 0), (0, 0)))
-
-
 def test_the_ranks_whose_models_are_as_they_were_are_named_in_the_repair():
     world = World(world_size=4).run()
     world.kill(1)
@@ -203,3 +167,49 @@ def test_a_piece_takes_little_time():
         memory.touch()
         took.append(time.thread_time() - began)
     assert len(took) > 1 and min(took) < 0.5, took
+
+
+def prepared(device: WarmDevice) -> list[str]:
+    said = []
+    while device.is_wanted:
+        said.append(device.go_on())
+    return [text for text in said if text]
+
+
+def test_a_device_is_made_ready_piece_by_piece():
+    chosen: list[int] = []
+    device = WarmDevice(chosen.append)
+    device.want(None)
+    assert not device.is_wanted
+    for index in (2, 5):
+        device.want(index)
+    (said,) = prepared(device)
+    assert chosen == [2] and said.startswith("device 2 is ready: context ") and "layer (bfloat16)" in said
+
+
+def test_without_a_way_to_select_a_device_none_is_made_ready():
+    device = WarmDevice()
+    device.want(0)
+    assert not device.is_wanted
+
+
+def test_a_device_that_cannot_be_selected_or_computes_wrongly_is_unusable(monkeypatch):
+    def missing(index: int) -> None:
+        raise UserError("local rank 2 has no GPU: this node has 2", "give fewer workers")
+
+    monkeypatch.setattr(warm_device, "_multiply", lambda device: missing(2))
+    for select in (missing, lambda index: None):
+        device = WarmDevice(select)
+        device.want(2)
+        with pytest.raises(DeviceUnusable, match="local rank 2 has no GPU"):
+            prepared(device)
+
+
+def test_a_kernel_that_is_missing_on_a_sound_device_ends_the_preparation(monkeypatch):
+    def no_kernel(device, dtype):
+        raise TypeError("no kernel for this GPU")
+
+    monkeypatch.setattr(warm_device, "_train_layer", no_kernel)
+    device = WarmDevice(lambda index: None)
+    device.want(2)
+    assert prepared(device) == ["device 2 is prepared in part: no kernel for this GPU"]
