@@ -36,7 +36,7 @@ def test_the_whole_state_goes_through_json():
 
 def test_a_loop_knows_when_it_did_not_run():
     pauses = OwnPauses(0.25)
-    assert pauses.look(100.0) == 0.0, "nothing is known about the time before the first look"
+    assert pauses.look(100.0) == 0.0, "nothing is known about the time before the first call"
     assert [pauses.look(at) for at in (100.25, 101.5, 125.5, 125.75, 128.75)] == [0.0, 0.0, 24.0, 0.0, 3.0]
     assert pauses.since(100.0) == pauses.since(101.5) == 27.0
     assert pauses.since(115.5) == 13.0 and pauses.since(125.5) == 3.0 and pauses.since(128.75) == 0.0
