@@ -595,15 +595,17 @@ class Inherit(Message):
 
 @dataclass(frozen=True)
 class Reserve(Message):
-    """Standbys touch memory now that they will need with a seat, of whichever logical rank.
+    """Standbys touch memory now that they will need with a seat, of whichever logical rank, and make a device ready.
 
     Attributes:
         heap: bytes that model and optimizer of a rank take of the heap.
         snapshot: bytes of a snapshot.
+        devices: standby -> index of the device on its node that is kept for it, if there is one to spare.
     """
 
     heap: int
     snapshot: int
+    devices: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from ft.state.snapshot.copier import device_of, tables_of
 from ft.worker import protocol
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
+from ft.worker.warm_device import WarmDevice
 
 _MOST_FRAMES = 40
 
@@ -149,7 +150,11 @@ def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
     return "FT_AGENT" in environment
 
 
-def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
+def attach(
+    environment: Mapping[str, str] = os.environ,
+    settings: Mapping[str, str] | None = None,
+    select: Callable[[int], None] | None = None,
+) -> "Session":
     """Join the run of the ``ft run`` that started this process. Block until this process has a logical rank.
 
     A standby blocks here until it replaces a worker that died. At the end of the run, the standby exits here.
@@ -157,6 +162,8 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
     Args:
         settings: settings of the script, by name. They must be equal on all workers: if they differ at the start, the
             run ends; a worker that joins later with other settings gets no logical rank.
+        select: function that makes the device with an index the current one. With it, a standby prepares a device that
+            its node has to spare (``ft.worker.warm_device``); None: it uses no device before it has a logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.
@@ -164,6 +171,7 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
     if not is_attachable(environment):
         raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
     session = Session(environment)
+    session.device = WarmDevice(select)
     session.observe("settings", settings={**surroundings(environment), **(settings or {})})
     if environment.get("FT_STANDBY") and environment.get("FT_HEALTH") != "off":
         session.admission.start()
@@ -190,6 +198,7 @@ class Session(protocol.Member):
         link: connection to the node agent.
         admission: checks this process while it is a standby.
         memory: memory that this process keeps ready while it is a standby.
+        device: device that this process makes ready while it is a standby, if its node has one to spare.
         touched_bytes: memory that this process had touched before it has built anything.
     """
 
@@ -209,6 +218,7 @@ class Session(protocol.Member):
         self.across_replicas: Callable[[], AcrossReplicas] | None = None
         self.role = ""
         self.memory, self.touched_bytes = ReadyMemory(), private_memory()
+        self.device = WarmDevice()
         CLOCK.start()
         network = network_of(environment)
         self.server = SnapshotServer(network, token=self.token)
@@ -232,15 +242,31 @@ class Session(protocol.Member):
 
     async def next_order(self, within_s: float | None) -> Any | None:
         while True:
-            touches = self.rank < 0 and self.memory.is_wanted
-            order = self.orders.next(PAUSE_S if touches else within_s)
+            prepares = self.rank < 0 and (self.memory.is_wanted or self.device.is_wanted)
+            order = self.orders.next(PAUSE_S if prepares else within_s)
             if isinstance(order, Reserve):
-                if self.rank < 0 and (said := self.memory.want(order)):
-                    print(said, flush=True)
-            elif order is None and touches:
-                self.memory.touch()
+                if self.rank < 0:
+                    self._tell(self.memory.want(order))
+                    self.device.want(order.devices.get(self.worker))
+            elif order is None and prepares:
+                self._prepare()
             else:
                 return order
+
+    def _prepare(self) -> None:
+        """Do a piece of what a standby can do before it has a logical rank."""
+        if self.memory.is_wanted:
+            self.memory.touch()
+            return
+        try:
+            self._tell(self.device.go_on())
+        except DeviceUnusable as error:
+            self._on_unfit(error)
+
+    @staticmethod
+    def _tell(said: str) -> None:
+        if said:
+            print(said, flush=True)
 
     async def wait_closed(self, within_s: float) -> bool:
         return self._left.wait(within_s)
@@ -373,8 +399,8 @@ class Session(protocol.Member):
             self.groups.close(order.epoch, order.reason)
         self._left.set()
 
-    def _on_unfit(self, error: ReplaceNodeError) -> None:
-        """Report that this standby has failed its check; the control plane ends it, and starts no other one here."""
+    def _on_unfit(self, error: Exception) -> None:
+        """Report that this standby, or its device, has failed its check; the control plane ends it."""
         with contextlib.suppress(OSError):  # the thread that receives orders detects the agent's death
             self.send(protocol.failure(self, self.progress.step, error))
 

@@ -70,7 +70,7 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
     settings = options.given()
     options.training.exit_signal = "SIGTERM"  # by which ft run passes on whatever signal it gets
     try:
-        session = attach(settings=settings)
+        session = attach(settings=settings, select=patches.platform().select_device)
         session.take_device(patches.platform().select_device)
         session.init_process_group(patches.platform().choose_backend(options.core.distributed_backend))
     except UserError as error:

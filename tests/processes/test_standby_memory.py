@@ -1,4 +1,4 @@
-"""The memory that a standby keeps ready: what is touched, when it is refused, and that it is used afterwards."""
+"""The memory and the device that a standby keeps ready: what is touched and used, and when it is refused."""
 
 import json
 import os
@@ -12,10 +12,13 @@ import pytest
 import torch
 from control_world import World, only, opened
 
+from ft.base.errors import DeviceUnusable, UserError
 from ft.job import messages as m
 from ft.state.layout import Table
 from ft.state.snapshot.buffers import PingPong, Slot, Spare, Status
+from ft.worker import warm_device
 from ft.worker.session import ReadyMemory, available_memory
+from ft.worker.warm_device import WarmDevice
 
 MIB = 1 << 20
 TABLES = {"owned": Table.of({"a": torch.zeros(3 * MIB)}), "replicated": Table.of({"b": torch.zeros(MIB)})}
@@ -203,3 +206,87 @@ def test_a_piece_takes_little_time():
         memory.touch()
         took.append(time.thread_time() - began)
     assert len(took) > 1 and min(took) < 0.5, took
+
+
+# --- a device to spare -----------------------------------------------------------------------------------------------
+
+
+def test_a_standby_keeps_a_spare_device_and_takes_its_rank_with_it():
+    world = World(world_size=2, standbys=2, devices=3)
+    made = footprints(world, (0, 90), (0, 90))
+    assert [order.devices for order in reserved(made)] == [{"n0.w2": 2}, {}], "there is one device for two standbys"
+    orders = world.kill(1)
+    assert opened(orders).seats[1].worker == "n0.w2" and opened(orders).seats[1].local_rank == 2
+    world.say(m.DeviceReleased("n0.w1", "n0", 1))
+    world.recover()
+    assert [order.devices for order in reserved(world.orders)][2:] == [{"n0.w4": 1}]
+
+
+def test_a_standby_on_a_full_node_uses_no_device():
+    made = footprints(World(world_size=2, devices=2), (0, 90), (0, 90))
+    assert reserved(made) == [m.Reserve(0, 90)]
+
+
+def test_a_device_that_a_standby_finds_broken_is_given_to_nobody():
+    world = World(world_size=2, devices=3)
+    footprints(world, (0, 90), (0, 90))
+    kinds = ["DeviceUnusable", "FtError", "Exception"]
+    made = world.say(m.WorkerFailed("n0.w2", -1, 0, kinds, "cuda:2: a product of matrices is wrong", ""))
+    assert only(made, m.Kill).worker == "n0.w2"
+    assert [event["device"] for event in world.events("device_unusable")] == [2]
+    (name,) = world.start_spawned(made)
+    assert reserved(world.ready(name)) == [m.Reserve(0, 90)]
+
+
+def test_the_device_of_a_dead_standby_is_kept_for_nobody_before_its_memory_is_free():
+    world = World(world_size=2, devices=3)
+    footprints(world, (0, 90), (0, 90))
+    made = world.say(m.WorkerExited("n0.w2", "n0", -9, True))
+    (name,) = world.start_spawned(made)
+    assert reserved(world.ready(name)) == [m.Reserve(0, 90)]
+
+
+def prepared(device: WarmDevice) -> list[str]:
+    said = []
+    while device.is_wanted:
+        said.append(device.go_on())
+    return [text for text in said if text]
+
+
+def test_a_device_is_made_ready_piece_by_piece():
+    chosen: list[int] = []
+    device = WarmDevice(chosen.append)
+    device.want(None)
+    assert not device.is_wanted
+    for index in (2, 5):
+        device.want(index)
+    (said,) = prepared(device)
+    assert chosen == [2] and said.startswith("device 2 is ready: context ") and "layer (bfloat16)" in said
+
+
+def test_without_a_way_to_select_a_device_none_is_made_ready():
+    device = WarmDevice()
+    device.want(0)
+    assert not device.is_wanted
+
+
+def test_a_device_that_cannot_be_selected_or_computes_wrongly_is_unusable(monkeypatch):
+    def missing(index: int) -> None:
+        raise UserError("local rank 2 has no GPU: this node has 2", "give fewer workers")
+
+    monkeypatch.setattr(warm_device, "_multiply", lambda device: missing(2))
+    for select in (missing, lambda index: None):
+        device = WarmDevice(select)
+        device.want(2)
+        with pytest.raises(DeviceUnusable, match="local rank 2 has no GPU"):
+            prepared(device)
+
+
+def test_a_kernel_that_is_missing_on_a_sound_device_ends_the_preparation(monkeypatch):
+    def no_kernel(device, dtype):
+        raise RuntimeError("no kernel for this GPU")
+
+    monkeypatch.setattr(warm_device, "_train_layer", no_kernel)
+    device = WarmDevice(lambda index: None)
+    device.want(2)
+    assert prepared(device) == ["device 2 is prepared in part: no kernel for this GPU"]

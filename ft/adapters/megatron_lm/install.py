@@ -46,8 +46,8 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     with refusing():
         from ft.worker.session import attach
 
-        run.session = session = attach(settings={"arguments": run.arguments})
         platform = patches.platform()
+        run.session = session = attach(settings={"arguments": run.arguments}, select=platform.select_device)
         session.take_device(platform.select_device)
         session.init_process_group(platform.choose_backend(None if platform.name == "cpu" else own.distributed_backend))
         own.rank, own.world_size, own.local_rank = session.rank, session.world_size, session.local_rank

@@ -290,8 +290,12 @@ class Agent:
 
     def _obey(self, what: Any) -> None:
         match what:
-            case Repair() | Reserve():
+            case Repair():
                 self._workforce.tell(what)
+            case Reserve():
+                self._workforce.tell(what)
+                for name in what.devices.keys() & self._workforce.workers.keys():
+                    self._devices.take(name, what.devices[name])
             case Resume():
                 self._workforce.tell(what)
                 self._workforce.estates.clear()

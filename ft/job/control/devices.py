@@ -1,6 +1,7 @@
 """The devices (GPUs) of the nodes: which of them are in use, which come free, and which no worker can use.
 
-A worker gets a device when it takes a seat (a logical rank); a standby has none. Two workers never share one: NCCL
+A worker gets a device when it takes a seat (a logical rank). A standby makes one ready if its node has one to spare;
+the device is kept for it, and goes to another worker only if no other one is free. Two workers never train on one: NCCL
 refuses a communicator with two ranks on one GPU, and a training worker usually fills the memory. The device of a lost
 worker is held until that worker's process has ended and its memory is free, which its agent reports. A node without
 devices (a CPU) has room for any number of workers.
@@ -27,22 +28,59 @@ def room(agent: Agent, others: int = 0) -> int:
     return agent.joined.devices - len(stuck | set(agent.unusable)) - others
 
 
-def choose(agent: Agent, vacancy: Vacancy, taken: Collection[tuple[str, int]]) -> int | None:
-    """Return the device for the next worker of a node: the lost worker's if it was there, else the first free one; None
-    if none is free now. ``taken``: (node, device) of the devices in use.
+def choose(
+    agent: Agent,
+    vacancy: Vacancy,
+    taken: Collection[tuple[str, int]],
+    kept: Collection[tuple[str, int]] = (),
+    own: int | None = None,
+) -> int | None:
+    """Return the device for the next worker of a node, None if none is free now.
+
+    It is the device that is kept for this worker, else that of the lost worker if it was there, else the first free
+    one. One that is kept for another worker comes last.
+
+    Args:
+        taken: (node, device) of the devices in use.
+        kept: (node, device) of the devices that are kept for standbys.
+        own: the device that is kept for this worker; None: there is none.
     """
     blocked = {device for node, device in taken if node == agent.node}
     blocked |= {hold.device for hold in agent.held.values()} | set(agent.unusable)
-    if vacancy.node == agent.node and vacancy.local_rank not in blocked:
-        return vacancy.local_rank
-    indices = range(agent.joined.devices) if agent.joined.devices else itertools.count()
-    return next((device for device in indices if device not in blocked), None)
+    if own is not None and own not in blocked:
+        return own
+    for unwanted in (blocked | {device for node, device in kept if node == agent.node}, blocked):
+        if vacancy.node == agent.node and vacancy.local_rank not in unwanted:
+            return vacancy.local_rank
+        indices = range(agent.joined.devices) if agent.joined.devices else itertools.count()
+        if (found := next((device for device in indices if device not in unwanted), None)) is not None:
+            return found
+    return None
+
+
+def kept(state: ControlState) -> set[tuple[str, int]]:
+    """Return (node, device) of the devices that are kept for standbys."""
+    return {(worker.node, worker.local_rank) for worker in state.standbys() if worker.keeps_device}
+
+
+def keep(state: ControlState, standbys: Collection[Worker]) -> dict[str, int]:
+    """Keep a device for each of these standbys whose node has one to spare; return standby -> device."""
+    found = {}
+    for worker in standbys:
+        agent = state.agents[worker.node]
+        used = {(other.node, other.local_rank) for other in state.seated()} | kept(state)
+        device = choose(agent, Vacancy("", "", 0), used) if agent.joined.devices else None
+        if device is not None:
+            worker.local_rank, worker.keeps_device = device, True
+            found[worker.name] = device
+    return found
 
 
 def hold(state: ControlState, worker: Worker, now: float) -> None:
     """Hold the device of a lost worker, unless its agent has reported before that the device is released."""
     agent = state.agents.get(worker.node)
-    if agent is not None and agent.joined.devices and worker.rank is not None and not worker.released:
+    has_device = worker.rank is not None or worker.keeps_device
+    if agent is not None and agent.joined.devices and has_device and not worker.released:
         agent.held[worker.name] = Hold(worker.local_rank, now)
 
 

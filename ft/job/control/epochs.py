@@ -106,6 +106,7 @@ def _fill(state: ControlState, now: float, out: Decisions) -> None:
     for rank, (name, local_rank) in filling.moves.items():
         worker = state.workers[name]
         worker.rank, worker.local_rank, worker.empty, worker.assembled = rank, local_rank, True, False
+        worker.keeps_device = False
         state.seats[rank] = name
     state.vacant = {}
     joiners = [rank for rank, worker in state.by_rank().items() if worker.empty]
@@ -150,7 +151,10 @@ def _reserve(state: ControlState, out: Decisions) -> None:
         worker.reserved = True
     heap, snapshot = state.footprint
     names = ", ".join(worker.name for worker in told)
-    out.add(f"{names}: touch the memory of a logical rank, {heap + snapshot >> 20} MiB", m.Reserve(heap, snapshot))
+    kept = devices.keep(state, told)
+    said = "".join(f"; {name} makes device {device} ready" for name, device in kept.items())
+    order = m.Reserve(heap, snapshot, kept)
+    out.add(f"{names}: touch the memory of a logical rank, {heap + snapshot >> 20} MiB{said}", order)
 
 
 # --- repair ----------------------------------------------------------------------------------------------------------

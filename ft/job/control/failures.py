@@ -278,7 +278,7 @@ def remove(state: ControlState, now: float, fault: WorkerFault, out: Decisions) 
     agent = state.agents.get(worker.node)
     if found.node_suspect and agent is not None:
         agent.suspect = agent.suspect or found.reason
-    if found.device_unusable and agent is not None and worker.rank is not None:
+    if found.device_unusable and agent is not None and (worker.rank is not None or worker.keeps_device):
         devices.reject(state, agent, worker.local_rank, found.reason, out)
     if not fault.dead:
         out.add(f"{worker.name} is replaced and must not come back", m.Kill(worker.name, found.reason))

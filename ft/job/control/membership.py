@@ -36,10 +36,14 @@ def fill(state: ControlState) -> Filling:
     at once.
     """
     filling, ready = Filling(), list(state.standbys())
-    taken = {(w.node, w.local_rank) for w in state.seated()}
+    taken, kept = {(w.node, w.local_rank) for w in state.seated()}, devices.kept(state)
     for rank, vacancy in sorted(state.vacant.items()):
-        chosen_for = ((w, devices.choose(state.agents[w.node], vacancy, taken)) for w in ready)
-        free = {w.name: device for w, device in chosen_for if device is not None}
+        free = {}
+        for w in ready:
+            own = w.local_rank if w.keeps_device else None
+            device = devices.choose(state.agents[w.node], vacancy, taken, kept, own)
+            if device is not None:
+                free[w.name] = device
         able = [w for w in ready if w.name in free]
         if not able:
             filling.lacking.append(rank)

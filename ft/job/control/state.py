@@ -154,6 +154,7 @@ class Worker:
         ready: whether it has connected to its agent.
         rank: logical rank that it holds, or None while it has no seat.
         local_rank: index of its device on the node.
+        keeps_device: whether that device is kept for it although it is a standby.
         empty: whether it still has no training state of its own.
         assembled: whether it has built model and optimizer.
         leaving_epoch: closed epoch that it has not left yet, or -1.
@@ -178,6 +179,7 @@ class Worker:
     ready: bool = False
     rank: int | None = None
     local_rank: int = 0
+    keeps_device: bool = False
     empty: bool = True
     assembled: bool = False
     leaving_epoch: int = -1
