@@ -94,7 +94,7 @@ def test_a_replica_that_has_lost_a_ranks_copies_takes_the_state_of_another_one_i
     done = train(tmp_path / "run", flags, replicas=2, nproc=6, options=f"--standby 2 --inject {faults},{slow}")
     done.check(40, 2)
     assert len(done.injected()) == 3 + bool(again) and not done.of(1, events.RESTARTED), done.explain()
-    assert "another replica" in [repair.detail["rung"] for repair in done.of(1, events.REPAIR_ORDERED)], done.explain()
+    assert "another replica" in [repair.detail["level"] for repair in done.of(1, events.REPAIR_ORDERED)], done.explain()
     assert done.of(1, events.CAUGHT_UP), done.explain()
 
 

@@ -527,13 +527,13 @@ class Quorum(Player):
         self.world.aside(replica)
         return self._said(self.world.decide())
 
-    def do_mends(self, replica, life=0):
+    def do_repairs(self, replica, life=0):
         """It replaces a worker of its own."""
-        self.world.mends(replica, life)
+        self.world.repairs(replica, life)
         return self._said(self.world.decide())
 
-    def do_mended(self, replica):
-        self.world.mended(replica)
+    def do_repaired(self, replica):
+        self.world.repaired(replica)
         return self._said(self.world.decide())
 
     def do_give_up(self, replica, life=0):

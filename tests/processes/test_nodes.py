@@ -53,14 +53,14 @@ def lab():
 
 
 @pytest.mark.parametrize("out, into", [(True, True), (True, False), (False, True)])
-def test_a_cut_stops_conversations_until_it_is_mended_and_leaves_the_others(lab, out, into):
+def test_a_cut_stops_conversations_until_it_is_repaired_and_leaves_the_others(lab, out, into):
     one, two, three = lab.hosts
     serve(two)
     serve(three)
     two.cut(out=out, into=into)
     assert not is_answered(one, two)
     eventually(lambda: is_answered(one, three))
-    two.mend()
+    two.repair()
     eventually(lambda: is_answered(one, two))
     lab.part([three])
     assert not is_answered(three, two)
