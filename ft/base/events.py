@@ -64,7 +64,7 @@ RELEASED = _event("released", ("epoch",))
 # a new epoch begins; seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
 EPOCH_OPENED = _event("epoch_opened", ("epoch",), ("seats", "joiners"))
 JOINER_ARRIVED = _event("joiner_arrived", ("epoch", "worker", "rank"))
-# the workers were ordered to rebuild groups and restore their state; step: the step to restore; also rung, the rung
+# the workers were ordered to rebuild groups and restore their state; step: the step to restore; also level, the level
 # of the recovery ladder (ft.job.control.recovery)
 REPAIR_ORDERED = _event("repair_ordered", ("epoch", "step"))
 # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
@@ -93,7 +93,7 @@ DEVICE_UNUSABLE = _event("device_unusable", ("node",), ("device", "reason"))
 # None; acts: whether the control plane acts on it (ft run --health drain)
 HEALTH_FOUND = _event("health_found", ("node",), ("device", "observation", "category", "action", "reason", "advice"))
 # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far; also
-# rung, as in REPAIR_ORDERED
+# level, as in REPAIR_ORDERED
 RESTARTED = _event("restarted", (), ("number", "reason"))
 # the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
 INVARIANTS_CHECKED = _event("invariants_checked", ("epoch",), ("violations",))

@@ -9,7 +9,7 @@ from ft.protection import table
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand ``protections`` to the command ``ft``."""
     about = "list the protections of a run: their order, the flags that enable them, and which cannot be combined"
-    parser = subparsers.add_parser("protections", help=about, description=f"Print the {about}.")
+    parser = subparsers.add_parser("protections", help=about, description=f"{about.capitalize()}.")
     parser.set_defaults(main=main)
 
 

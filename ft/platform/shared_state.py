@@ -160,7 +160,7 @@ class Etcd:
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
-                    fix = f"start it, or mend --control; USER:PASSWORD are read from ${USER}"
+                    fix = f"start it, or correct --control; USER:PASSWORD are read from ${USER}"
                     raise UserError(f"{error}", fix) from error
                 time.sleep(_AGAIN_S)
 

@@ -9,7 +9,7 @@
 ``host`` is what ``hostname`` prints there. ``device`` is the index of the device among all devices of the host; null
 means the whole host, because its processor computed. ``advice`` is "pull" or "watch"; only devices to pull are avoided.
 ``runs`` has the counts of each run by its folder, so that a run that is read again is not counted twice. Whoever has
-mended a device removes its entry.
+repaired a device removes its entry.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from ft.base.errors import DeviceUnusable, UserError
+from ft.base.errors import DeviceUnusable
 
 _TOKENS, _HIDDEN, _HEADS = 128, 256, 4
 
@@ -45,7 +45,8 @@ class WarmDevice:
     def go_on(self) -> str:
         """Do the next piece. Return what to say when all are done, before that "".
 
-        A piece that fails on a sound device, because there is no kernel for it or no memory, ends the preparation.
+        A piece that fails on a sound device, because there is no kernel for it or no memory, ends the preparation, with
+        whatever exception a library raises: the standby is of use without it.
 
         Raises:
             DeviceUnusable: the device cannot be used, or computes wrongly.
@@ -58,7 +59,7 @@ class WarmDevice:
                 return ""
             self._pieces = None
             return f"device {self._index} is ready: {', '.join(self._took)}"
-        except (UserError, RuntimeError) as error:
+        except Exception as error:
             self._pieces = None
             self._examine(error)
             return f"device {self._index} is prepared in part: {error}"
@@ -74,7 +75,7 @@ class WarmDevice:
         for dtype in (torch.bfloat16, torch.float32):
             _train_layer(device, dtype)
             yield f"layer ({str(dtype).removeprefix('torch.')})"
-        if "transformer_engine" in sys.modules:
+        if "transformer_engine.pytorch" in sys.modules:
             _train_te(device)
             yield "Transformer Engine"
         _copy(device)
@@ -86,7 +87,7 @@ class WarmDevice:
             raise error
         try:
             _multiply(_current())
-        except (UserError, RuntimeError):
+        except Exception:
             raise DeviceUnusable(f"device {self._index}: {error}") from error
 
 
@@ -121,7 +122,7 @@ _SHAPES = ((3 * _HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (4 * _HIDDEN, _HIDDEN), (
 
 
 def _train_te(device: torch.device) -> None:
-    te = sys.modules["transformer_engine"].pytorch
+    te = sys.modules["transformer_engine.pytorch"]
     layer = te.LayerNormMLP(_HIDDEN, 4 * _HIDDEN, params_dtype=torch.bfloat16, device=device)
     layer(torch.full((_TOKENS, 1, _HIDDEN), 0.5, dtype=torch.bfloat16, device=device)).sum().backward()
 

@@ -13,23 +13,13 @@ LAYOUTS = {
         f"{ZERO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
         "--num-experts 4 --disable-bias-linear --num-layers-per-virtual-pipeline-stage 1",
     ),
-    "dp2 pp2": (4, f"{ZERO} --pipeline-model-parallel-size 2"),
     "dp2 tp2, overlapped": (4, f"{ZERO} --tensor-model-parallel-size 2 --overlap-grad-reduce --overlap-param-gather"),
-    "dp4, experts": (4, f"{ZERO} --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"),
-    "dp4, replicated optimizer": (4, ""),
 }
 NEWEST = "dp2 tp2, overlapped"
-ALSO_ELSEWHERE = ("dp2 pp2", "dp4, experts", "dp4, replicated optimizer")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.long] * (name in ALSO_ELSEWHERE) + [pytest.mark.newest] * (name == NEWEST)
-        )
-        for name in LAYOUTS
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.newest if name == NEWEST else ()) for name in LAYOUTS]
 )
 def test_a_joiner_has_counted_what_the_survivors_have(name, corpus, tmp_path):
     """At the end of the first step after a recovery, and of the next, all members of a group say the same."""

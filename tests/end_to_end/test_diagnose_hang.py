@@ -81,8 +81,6 @@ def test_a_healthy_run_has_no_cause_that_lasts(corpus, tmp_path):
     }
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------
-
 SHARDED = "--use-distributed-optimizer"
 
 

@@ -3,7 +3,7 @@
 import ft_runs
 import pytest
 from replica_runs import flags, skip_if_a_step_behind, train
-from test_hsdp_run import DISTRIBUTED, check
+from test_hsdp_run import DISTRIBUTED
 
 from ft.base import events
 
@@ -25,7 +25,7 @@ def test_flips_in_replicas_change_no_bit_of_any_replica(corpus, tmp_path):
     how = {"replicas": 2, "nproc": 4}
     plain = train(tmp_path / "plain", flags(corpus, STAGES), **how)
     done = train(tmp_path / "run", flags(corpus, f"{STAGES} {DOUBLE}"), options=f"--inject {','.join(faults)}", **how)
-    check(done, 12, 0)
+    done.check(12, 0)
     for replica in (0, 1):
         assert done.losses_of(replica) == plain.losses_of(replica), done.explain()
         clean = [event.step for event in done.of(replica, events.DMR_CLEAN)]
@@ -49,7 +49,7 @@ def test_what_is_wrong_when_gradients_are_sent_makes_one_replica_catch_up(corpus
         nproc=3,
         options=f"--inject {','.join(faults)},slow@replica=1:step=13:rank=0:factor=2:for=300s",
     )
-    check(done, 40, 3)
+    done.check(40, 3)
     said = done.output + done.logs_of(1) + done.logs_of(2)
     assert "step 4 was computed wrongly after its gradients were sent" in done.logs_of(1), done.explain()
     assert "the model of members 2 differs from that of the majority" in said, done.explain()
@@ -74,7 +74,7 @@ def test_hot_swap_inside_replicas_replaces_a_killed_worker_and_one_that_computes
         options=f"--standby 1 --inject {','.join(faults)}",
         **how,
     )
-    check(done, 12, 0)
+    done.check(12, 0)
     skip_if_a_step_behind(done, 1, 4)
     skip_if_a_step_behind(done, 0, 7)
     for replica in (0, 1):
@@ -96,7 +96,7 @@ def test_a_flip_and_a_lost_group_in_one_step_of_spare_cost_no_sample(corpus, tmp
         options=f"{spare} --inject {','.join(faults)}",
         **how,
     )
-    check(done, 12, 0)
+    done.check(12, 0)
     # While the group is away, the sums have another order, and how many steps that takes is not fixed.
     assert done.losses_of(0) == pytest.approx(plain.losses_of(0), rel=1e-5), done.explain()
     assert any(event.step == 5 for event in done.of(1, events.DMR_MISMATCH)), done.explain()

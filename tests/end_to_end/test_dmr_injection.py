@@ -28,9 +28,6 @@ def planned(text: str, seed: int = 0):
     return schedule(parse(text), 4, ["n0", "n1"], seed)
 
 
-# --- what is asked for -----------------------------------------------------------------------------------------------
-
-
 def test_flips_survive_the_way_to_a_worker():
     faults = planned("bit-flip@step=3:rank=1:operator=mm:bit=30:mode=repeat:probability=0.1")
     assert from_json(to_json(faults)) == faults
@@ -68,8 +65,6 @@ def test_which_results_fit():
     assert not fits(Flip(), "p2p", "backward", None), "what is sent is no operator"
     assert not fits(Flip("p2p"), "all-reduce", "backward", None)
 
-
-# --- what it does ----------------------------------------------------------------------------------------------------
 
 DTYPES = (
     torch.float32,
@@ -142,9 +137,6 @@ def test_a_stuck_bit_is_met_by_one_of_two_executions_and_may_be_right(seed):
     assert not (zeros and ones), "the bit is 0 or 1, not both"
     assert [number for number, _ in found] == list(range(60))
     assert {execution for _, execution in found} == {PRIMARY, CHECKER}
-
-
-# --- end to end ------------------------------------------------------------------------------------------------------
 
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

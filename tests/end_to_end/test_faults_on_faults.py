@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 from ft_runs import flags, ft_run
@@ -11,35 +13,7 @@ from ft.faults.faults import RECOVERY_PHASES
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 FIRST = "kill@step={step}:rank=0:phase=forward"
-PAIRS = {
-    # In this layout ranks 0 and 1 hold each other's copies; 2 and 3 do as well.
-    "who takes the seat": [
-        "kill@step=4:rank=0:phase=assemble",
-        "exception@step=11:rank=0:phase=rebuild:error=software",
-        "exit@step=18:rank=0:phase=restore",
-        "hang@step=25:rank=0:phase=resume",
-        "segfault@step=32:rank=0:phase=assemble",
-        "out-of-memory@step=39:rank=0:phase=rebuild",
-        "drop@step=46:rank=0:phase=resume",
-    ],
-    "who helps": [
-        "kill@step=4:rank=3:phase=leave",
-        "exception@step=11:rank=2:phase=rebuild",
-        "hang@step=18:rank=3:phase=restore",
-        "io-error@step=25:rank=2:phase=resume",
-        "duplicate-reports@step=32:rank=3:phase=leave",
-        "gil@step=39:rank=2:phase=leave",
-        "drop@step=46:rank=3:phase=restore",
-    ],
-    "who has the only copy": [
-        "kill@step=4:rank=1:phase=leave",
-        "hang@step=11:rank=1:phase=rebuild",
-        "segfault@step=18:rank=1:phase=restore",
-        "kill@step=25:rank=1:phase=resume",
-        "corrupt-snapshot@step=32:rank=1:phase=leave:copies=peer",
-        "stale-snapshot@step=39:rank=1:phase=leave",
-    ],
-}
+PAIRS = tomllib.loads(Path(__file__).with_name("faults_on_faults.toml").read_text())
 
 
 @pytest.mark.parametrize(

@@ -52,4 +52,5 @@ def test_replicas_lose_nobody(corpus, tmp_path):
     job = replica_runs.Replicas(tmp_path / "run", flags, replicas=2, nproc=4, options=f"--inject {faults}")
     ports = flooded(job)
     done = job.wait()
-    assert done.code == 0 and len(ports) > 10 and not done.proof.problems(STEPS, 0), done.explain()
+    done.check(STEPS, 0)
+    assert len(ports) > 10, done.explain()

@@ -138,7 +138,7 @@ def test_a_replica_that_hangs_on_its_devices_is_restarted_and_the_others_go_on(c
     options = f"{DEVICE_LIKE} {quick} --inject {slowly} --inject stall@replica=1:step=5:rank=1"
     train = replica_runs.flags(corpus, "--use-distributed-optimizer", 60, batch=8)
     done = replica_runs.train(tmp_path / "run", train, replicas=2, nproc=4, options=options)
-    assert done.code == 0 and not done.proof.problems(60, 1), done.explain()
+    done.check(60, 1)
     assert not done.of(0, "restarted") and len(done.of(1, "restarted")) == 1, done.explain()
     assert [event.detail["signal"] for event in done.of(1, "fault_detected")] == ["stall"], done.explain()
 

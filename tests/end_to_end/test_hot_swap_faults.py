@@ -24,10 +24,6 @@ WITHOUT_RESTART = {
         "kill@step=5:rank=1,hang@step=10:rank=1:phase=optimizer",
         {"script": "tests/helpers/narrow_gpt.py"},
     ),
-    "two workers of different shards at once": (
-        "kill@step=7:rank=0:phase=forward,kill@step=6:rank=3:phase=leave",
-        {"standby": 2},
-    ),
     "no standby, so that a worker is started for the seat": ("kill@step=7:rank=1", {"standby": 0}),
 }
 """Name -> faults, and how the run is started. Each kind of fault by itself: ``test_faults_every_kind.py``."""
@@ -53,48 +49,26 @@ def test_a_fault_whose_workers_reports_are_lost_happens_once_and_strictly_all_ha
     assert done.code == NOT_INJECTED and missed in done.output, done.explain()
 
 
-@pytest.mark.long
-def test_a_software_error_restarts_from_the_checkpoint(corpus, reference, tmp_path):
-    done = run(
-        corpus, tmp_path, "exception@step=9:rank=1:error=software", extra=f"--save {tmp_path}/save --save-interval 4"
-    )
-    assert done.code == 0, done.explain()
-    assert [event.detail["action"] for event in done.named("fault_detected")] == ["restart"]
-    assert len(done.named("restarted")) == 1
-    assert "loaded" in done.output and "going on after step 8" in done.output, done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
 def test_a_user_error_ends_the_run_with_its_message(corpus, tmp_path):
     done = run(corpus, tmp_path, "exception@step=4:rank=1:error=user")
     assert done.code == 2, done.explain()
     assert "injected fault" in done.output
 
 
-@pytest.mark.long
-def test_owner_and_only_copy_lost_restarts_from_the_checkpoint(corpus, reference, tmp_path):
-    done = run(
-        corpus,
-        tmp_path,
-        "kill@step=7:rank=2:phase=forward,kill@step=7:rank=3:phase=leave",
-        extra=f"--save {tmp_path}/save --save-interval 4",
+def test_two_workers_lost_at_once_are_both_replaced(corpus, reference, tmp_path):
+    """First they have different shards. Then, twice, rank 3 is killed because it hangs, and leaves its snapshots to its
+    successor: the only copy of rank 2's state, and its own state, of which rank 2 had the only copy."""
+    faults = (
+        *("kill@step=7:rank=0:phase=forward", "kill@step=6:rank=3:phase=leave"),
+        *("kill@step=17:rank=2:phase=forward", "hang@step=17:rank=3:phase=forward"),
+        *("kill@step=27:rank=2:phase=forward", "hang@step=27:rank=3:phase=leave"),
     )
-    assert done.code == 0 and len(done.named("restarted")) == 1, done.explain()
-    assert "both copies lost" in done.output, done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
-
-
-@pytest.mark.parametrize("phase", ["forward", "leave"])
-def test_a_worker_that_is_killed_because_it_hangs_leaves_its_snapshots_to_its_successor(
-    phase, corpus, reference, tmp_path
-):
-    """Rank 3 holds the only copy of rank 2's state and its own state, of which rank 2 had the only copy."""
-    faults = f"kill@step=7:rank=2:phase=forward,hang@step=7:rank=3:phase={phase}"
-    done = run(corpus, tmp_path, faults, standby=2)
+    done = run(corpus, tmp_path, ",".join(faults), steps=36, standby=2)
     assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert len(done.named("fault_injected")) == len(faults), done.explain()
     sources = [event.detail["sources"] for event in done.named("state_restored")]
-    assert sources[-1]["2"] == "copy:3" and sources[-1]["3"] == "own", done.explain()
-    assert done.losses == reference(4, LAYOUT, 16)
+    assert [(each["2"], each["3"]) for each in sources].count(("copy:3", "own")) == 2, done.explain()
+    assert done.losses == reference(4, LAYOUT, 36)
 
 
 def test_a_second_copy_serves_where_the_first_is_corrupt(corpus, reference, tmp_path):

@@ -26,7 +26,7 @@ def test_a_bad_network_is_no_death_and_who_lost_power_comes_back_as_a_standby(co
         for trouble in ({"loss": 0.05}, {"delay_s": 0.01}, {"rate": 2e6}):
             first.degrade(**trouble)
             fleet.wait_steps(8)
-        first.mend()
+        first.repair()
         flap(fleet, first, times=4, seconds=0.4)
         assert opened(fleet.so_far()) == [0], fleet.explain()
 
@@ -34,7 +34,7 @@ def test_a_bad_network_is_no_death_and_who_lost_power_comes_back_as_a_standby(co
         first.lose_power()
         fleet.wait_steps(1)
         judge_swap(fleet.so_far(), lost="n1", seated={"n0", "n2"})
-        first.mend()
+        first.repair()
         second.degrade(delay_s=0.03)  # an agent's start takes a hundred steps, or fewer slow ones
         fleet.come_back(first)
         wait_for_standbys(fleet, "n1-2")
@@ -82,14 +82,14 @@ def give_up(fleet: Fleet, host: Host, trouble: str, node: str) -> None:
         host.go_on()
     fleet.wait_for(lambda: not alive(workers), what=f"the end of {sorted(workers)}")
     fleet.wait_steps(3)
-    host.mend()
+    host.repair()
 
 
 def flap(fleet: Fleet, host: Host, times: int, seconds: float) -> None:
     for _ in range(times):
         host.cut()
         time.sleep(seconds)
-        host.mend()
+        host.repair()
         fleet.wait_steps(2)
 
 

@@ -43,7 +43,7 @@ def lose_control(fleet: Fleet, lab: Lab, trouble: str) -> None:
     if trouble == "paused":
         host.go_on()
     fleet.wait_for(lambda: not alive(workers), what=f"the end of {sorted(workers)}")
-    host.mend()
+    host.repair()
     if trouble == "without power":
         fleet.come_back(host)
     fleet.wait_for(lambda: returned(fleet, host, known), what=f"standbys on {host.name}")

@@ -14,14 +14,22 @@ LONG = pytest.mark.long
 
 
 def recovered(corpus, folder, layout: str, ranks: int, kills: list[tuple[int, int]]) -> Done:
-    """Run two replicas; ``kills``: (replica, rank) of each worker that dies in step 5."""
-    faults = [f"kill@replica={replica}:step=5:rank={rank}:phase=forward" for replica, rank in kills]
+    """Run two replicas; ``kills``: (replica, rank) of each worker that dies in step 5.
+
+    Two ranks have nobody but each other: there one dies in the recovery from an error, when both have restored the same
+    step. Else the other one may not have noticed the end of the step before yet, and has no weights to lend.
+    """
+    lost = [f"replica={replica}:rank={rank}" for replica, rank in kills]
+    if ranks > 2:
+        faults = [f"kill@{who}:step=5:phase=forward" for who in lost]
+    else:
+        faults = [f"exception@{who}:step=5:phase=forward:error=recoverable" for who in lost]
+        faults += [f"kill@{who}:step=4:phase=resume" for who in lost]
     flags = replica_runs.flags(corpus, layout, STEPS, 8)
     options = f"--standby 1 --inject {','.join(faults)}"
     done = train(folder / "run", flags, replicas=2, nproc=2 * ranks, options=options)
-    problems = done.proof.problems(STEPS, 1)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
-    assert len(done.injected()) == len(kills), done.explain()
+    done.check(STEPS, 1)
+    assert len(done.injected()) == len(faults), done.explain()
     assert not done.of(0, events.RESTARTED) + done.of(1, events.RESTARTED), done.explain()
     assert done.losses_of(0) == done.losses_of(1) and all(map(math.isfinite, done.losses_of(0))), done.explain()
     return done

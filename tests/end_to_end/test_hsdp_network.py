@@ -50,7 +50,7 @@ def test_a_partition_between_replicas_leaves_one_out_and_never_stops_the_others(
         _, first, second = lab.hosts
         first.degrade(loss=0.02, delay_s=0.005)
         fleet.wait_steps(10)
-        first.mend()
+        first.repair()
         for one, others in ((second, [first]), (first, [lab.hosts[0], second])):
             fleet.wait_for(lambda: fleet.healthy() == ALL, what="all replicas")
             for sources, targets in (([one], others), (others, [one])):
@@ -58,7 +58,7 @@ def test_a_partition_between_replicas_leaves_one_out_and_never_stops_the_others(
             fleet.wait_for(lambda: len(fleet.healthy()) == 2, what="two that go on")
             fleet.wait_steps(10)
             for host in lab.hosts:
-                host.mend()
+                host.repair()
         fleet.wait_for(lambda: fleet.healthy() == ALL, what="all replicas")
         done = fleet.end()
     found = proof(fleet.folder)

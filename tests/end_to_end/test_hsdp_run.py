@@ -35,12 +35,6 @@ def data_parallel(ranks, corpus, tmp_path):
     return trained
 
 
-def check(done: Done, steps: int, failures: int) -> None:
-    """All that has to be true of every run: see :meth:`replica_runs.Proof.problems`."""
-    problems = done.proof.problems(steps, failures)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
-
-
 def happened(done: Done, least: int) -> None:
     """So many of the planned faults were injected; one in a replica that is away by then is left out."""
     found = [event.detail["kind"] for event in done.injected()]
@@ -70,7 +64,7 @@ def test_replicas_train_as_data_parallelism_does(replicas, nproc, batch, extra, 
     steps = 6
     saving = f"{extra} --save {tmp_path}/saved --save-interval {steps}"
     done = train(tmp_path / "run", replica_runs.flags(corpus, saving, steps, batch), replicas=replicas, nproc=nproc)
-    check(done, steps, 0)
+    done.check(steps, 0)
     losses, wanted = data_parallel(nproc, extra, steps, batch)
     found = tensors_of(tmp_path / "saved", steps)
     if bound:
@@ -100,7 +94,7 @@ def test_a_worker_killed_anywhere_costs_the_others_one_step_at_most(corpus, tmp_
     )
     flags = replica_runs.flags(corpus, DISTRIBUTED, steps)
     done = train(tmp_path / "run", flags, replicas=3, nproc=6, options=f"--inject {','.join(faults)}")
-    check(done, steps, len(faults) - 1)
+    done.check(steps, len(faults) - 1)
     happened(done, len(faults) - 2)
     assert any(done.of(replica, events.CAUGHT_UP) for replica in range(3)), done.explain()
 
@@ -121,7 +115,7 @@ def test_hangs_broken_rings_and_lost_agents_control_planes_and_quorum_servers_ar
     run.wait_for(lambda: run.step() >= 10)
     os.kill(run.server(), signal.SIGKILL)
     done = run.wait()
-    check(done, steps, len(faults))
+    done.check(steps, len(faults))
     happened(done, len(faults) - 2)
 
 
@@ -136,7 +130,7 @@ def test_with_dropout_in_bf16_a_fetch_longer_than_steps_is_cut_and_tried_again_a
         options=f"--ft-hsdp-wait 100ms --inject kill@replica=1:step=5:rank=1:phase=backward,{SLOWLY}",
         script="tests/helpers/slow_fetch_gpt.py",
     )
-    check(done, steps, 1)
+    done.check(steps, 1)
     back = done.of(1, events.CAUGHT_UP)
     assert len(back) == 2 and all(event.detail["fetch_s"] >= slow_fetch_gpt.FETCH_S for event in back), done.explain()
     assert "the state was withdrawn during the transfer" in done.logs_of(1), done.explain()
@@ -161,14 +155,14 @@ def test_all_replicas_lost_go_on_from_the_checkpoint_or_begin_anew(corpus, tmp_p
     saving = f"--save {tmp_path}/saved --save-interval 5"
     flags = replica_runs.flags(corpus, saving, 14, 8)
     done = train(tmp_path / "saving", flags, replicas=2, nproc=2, options=f"--inject {all_lost(9)}")
-    check(done, 14, 3)
+    done.check(14, 3)
     assert {commit.step for commit in done.proof.lines[0] if commit.before == 0} == {1, 6}, done.explain()
     assert len(done.losses_of(0)) >= 14
 
     # weights of position embeddings are drawn from the generator that the compilation before them uses, too
     flags = replica_runs.flags(corpus, "--max-position-embeddings 32", 10, 8).replace(" rope ", " learned_absolute ")
     done = train(tmp_path / "not-saving", flags, replicas=2, nproc=2, options=f"--inject {all_lost(5)}")
-    check(done, 10, 4)
+    done.check(10, 4)
     begun = [commit for commit in done.proof.lines[0] if commit.before == 0]
     assert [commit.step for commit in begun] == [1, 1], done.explain()
     assert begun[0].digest == begun[1].digest, f"other initial weights than the first time\n{done.explain()}"
@@ -184,7 +178,7 @@ def test_a_checkpoint_of_three_replicas_goes_on_with_two_and_every_sample_is_see
         nproc=3,
         options=f"--inject {lost}",
     )
-    check(first, 8, 1)
+    first.check(8, 1)
     second = train(
         tmp_path / "two",
         replica_runs.flags(corpus, f"{saving} --load {tmp_path}/saved --override-opt-param-scheduler", 16, 12),

@@ -2,20 +2,10 @@
 
 import pytest
 import replica_runs
-from replica_runs import Done, train
+from replica_runs import train
 
 pytestmark = pytest.mark.long
 SLOWLY = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
-
-
-def saved(folder) -> list[str]:
-    return sorted(path.name for path in folder.glob("iter_*"))
-
-
-def sound(done: Done, steps: int, failures: int) -> bool:
-    problems = done.proof.problems(steps, failures)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
-    return True
 
 
 def test_one_whose_step_fails_when_it_has_just_fetched_computes_with_the_model_of_what_it_fetched(corpus, tmp_path):
@@ -23,7 +13,8 @@ def test_one_whose_step_fails_when_it_has_just_fetched_computes_with_the_model_o
     faults = ("kill@replica=1:step=5:rank=0:phase=forward", "drop@replica=1:step=5:rank=1:phase=restore", SLOWLY)
     flags = replica_runs.flags(corpus, "--use-distributed-optimizer --bf16", 25, 8)
     done = train(tmp_path / "run", flags, replicas=2, nproc=4, options=f"--inject {','.join(faults)}")
-    assert sound(done, 25, 2) and len(done.injected()) == 3, done.explain()
+    done.check(25, 2)
+    assert len(done.injected()) == 3, done.explain()
 
 
 @pytest.mark.parametrize(
@@ -32,4 +23,5 @@ def test_one_whose_step_fails_when_it_has_just_fetched_computes_with_the_model_o
 def test_the_last_checkpoint_is_there_though_its_writer_is_killed(fault, corpus, tmp_path):
     flags = replica_runs.flags(corpus, f"--save {tmp_path}/saved", 12)
     done = train(tmp_path / "run", flags, replicas=3, nproc=3, options=f"--inject {fault}")
-    assert sound(done, 12, 2) and saved(tmp_path / "saved") == ["iter_0000012"], done.explain()
+    done.check(12, 2)
+    assert [path.name for path in (tmp_path / "saved").glob("iter_*")] == ["iter_0000012"], done.explain()

@@ -6,6 +6,8 @@ The checkouts are found by ``megatron_lm_trees``; without them the tests are ski
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import megatron_lm_trees as checkouts
 import numpy
@@ -17,34 +19,10 @@ from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.hooks import own_flags
 from megatron.ft_trainer.arguments import all_flags
 
-TWO_STAGES = (
-    f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --mock-data "
-    "--global-batch-size 8 --train-iters 8 --lr-decay-iters 8 --eval-interval 100 --eval-iters 1 --log-interval 1"
-)
-DATA_PARALLEL = (
-    f"{checkouts.BASE} --num-layers 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--global-batch-size 8 --train-iters 12 --lr-decay-iters 12 --lr-warmup-iters 2 --eval-interval 4 --eval-iters 2 "
-    "--num-workers 2 --log-interval 5 --log-params-norm --log-num-zeros-in-grad --save-interval 5 --async-save "
-    "--data-path {data} --data-cache-path {cache} --save {save}"
-)
-TENSOR_PARALLEL = (
-    f"{checkouts.BASE} --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
-    "--sequence-parallel --rampup-batch-size 4 4 24 --global-batch-size 12 --train-samples 96 --lr-decay-samples 96 "
-    "--lr-warmup-samples 8 --mock-data --eval-interval 100 --eval-iters 1 --log-interval 1"
-)
-INTERLEAVED = (
-    f"{checkouts.BASE} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-size 2 --mock-data "
-    "--num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer --train-iters 12 --lr-decay-iters 12 "
-    "--eval-interval 6 --eval-iters 1 --log-interval 3"
-)
-
-EXPERTS = (
-    f"{checkouts.BASE} --num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
-    "--expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --disable-bias-linear "
-    "--use-distributed-optimizer --mock-data --global-batch-size 8 --train-iters 6 --lr-decay-iters 6 "
-    "--eval-interval 3 --eval-iters 1 --log-interval 2"
-)
+RUNS = tomllib.loads(Path(__file__).with_name("megatron_lm.toml").read_text())
+FLAGS = {name: f"{checkouts.BASE} {run['flags']}" for name, run in RUNS.items()}
+TWO_STAGES = FLAGS["two-stages"]
+LONG = pytest.mark.long
 
 
 def faults(*texts: str, standby: int = 1) -> str:
@@ -93,51 +71,32 @@ def test_a_killed_worker_changes_nothing(tmp_path, release):
     equal(script, f"{TWO_STAGES} --seed 7", tmp_path, faults("kill@step=5:rank=2"), recoveries=1)
 
 
-FSDP2 = (
-    f"{checkouts.BASE} --num-layers 2 --use-torch-fsdp2 --untie-embeddings-and-output-weights --bf16 --mock-data "
-    "--global-batch-size 8 --train-iters 12 --lr-decay-iters 12 --eval-interval 4 --eval-iters 1 --log-interval 1 "
-    "--ckpt-format torch_dist"
-)
-
-
 @pytest.mark.parametrize("release", [NEWEST])  # 0.16 asks for NCCL's options with FSDP2
 def test_workers_killed_in_any_phase_of_a_step_with_fsdp2_change_nothing(tmp_path, release):
     phases = "backward", "forward", "reduce", "optimizer", "transfer"
     planned = (f"kill@step={2 * i + 1}:rank={i % 4}:phase={phase}" for i, phase in enumerate(phases))
-    equal(checkouts.tree(release) / "pretrain_gpt.py", FSDP2, tmp_path, faults(*planned), recoveries=len(phases))
+    script = checkouts.tree(release) / "pretrain_gpt.py"
+    equal(script, FLAGS["fsdp2"], tmp_path, faults(*planned), recoveries=len(phases))
 
 
-LLAMA = (
-    f"{checkouts.BASE} --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --swiglu "
-    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --position-embedding-type rope "
-    "--no-rope-fusion --untie-embeddings-and-output-weights --disable-bias-linear --use-distributed-optimizer "
-    "--global-batch-size 8 --train-iters 8 --lr-decay-iters 8 --eval-interval 100 --eval-iters 1 --log-interval 1 "
-    "--data-path {data} --data-cache-path {cache}"
-)
-OFFLOADED = (
-    f"{TWO_STAGES} --bf16 --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
-)
-LINES = {
-    "stages": (TWO_STAGES, "kill@step=5:rank=2"),
-    "llama": (LLAMA, "kill@step=4:rank=1:phase=backward"),
-    "tensors": (TENSOR_PARALLEL, "kill@step=3:rank=2:phase=forward"),
-    "corpus": (DATA_PARALLEL, "kill@step=5:rank=3:phase=save"),
-    "experts": (EXPERTS, "kill@step=4:rank=1:phase=backward"),
-    "interleaved": (INTERLEAVED, "hang@step=9:rank=0"),
-    "optimizer on the host": (OFFLOADED, "kill@step=5:rank=2:phase=optimizer"),
-}
+def flags_of(name: str, corpus, folder) -> str:
+    return FLAGS[name].replace("{data}", str(corpus)).replace("{cache}", str(folder / "cache"))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.newest if name == "llama" else pytest.mark.long) for name in LINES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.newest if name == "llama" else LONG)
+        for name, run in RUNS.items()
+        if "installed" in run
+    ],
 )
 def test_the_installed_trainer_computes_what_nvidias_script_does(tmp_path, corpus, name):
     """With this project's model, data and forward step, and with a fault; NVIDIA's script without either."""
-    flags, fault = LINES[name]
-    flags = flags.replace("{data}", str(corpus)).replace("{cache}", str(tmp_path / "cache"))
     checkouts.installed()  # or the test is skipped; it is what the command of this project runs
     script, nvidias = checkouts.ROOT / "pretrain_gpt.py", checkouts.tree("0.19") / "pretrain_gpt.py"
-    equal(script, flags, tmp_path, faults(fault), recoveries=1, nvidias=nvidias)
+    planned = faults(*RUNS[name]["installed"])
+    equal(script, flags_of(name, corpus, tmp_path), tmp_path, planned, recoveries=1, nvidias=nvidias)
 
 
 PARSER = """
@@ -169,37 +128,24 @@ def test_the_flags_that_only_the_reference_trainer_has_are_known():
     assert ours - common == set(tree.OF_REFERENCE)
 
 
-@pytest.mark.long
-def test_real_data_evaluation_and_asynchronous_saves(tmp_path, corpus):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    flags = DATA_PARALLEL.replace("{data}", str(corpus)).replace("{cache}", str(tmp_path / "cache"))
-    planned = ("kill@step=3:rank=0", "kill@step=4:rank=1:phase=evaluate", "kill@step=5:rank=3:phase=save")
-    equal(script, flags, tmp_path, faults(*planned, "exception@step=8:rank=2"), recoveries=4)
-    written = sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
-    assert written == ["iter_0000005", "iter_0000010", "iter_0000012"]
-
-
-@pytest.mark.long
-def test_sequence_parallel_bf16_and_a_growing_batch(tmp_path):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    forward_backward = ("kill@step=3:rank=2:phase=backward", "kill@step=7:rank=0:phase=forward")
-    equal(script, TENSOR_PARALLEL, tmp_path, faults(*forward_backward, "kill@step=9:rank=3:phase=reduce"), recoveries=3)
-
-
-@pytest.mark.long
-def test_interleaved_stages_two_faults_at_once_and_a_hang(tmp_path):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    at_once = ("kill@step=6:rank=0:phase=optimizer", "kill@step=6:rank=3:phase=optimizer")
-    planned = ("kill@step=3:rank=1:phase=forward", *at_once, "hang@step=9:rank=0")
-    equal(script, INTERLEAVED, tmp_path, faults(*planned, standby=2), recoveries=3)
+@LONG
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "checkout" in run])
+def test_faults_change_nothing_in_a_checkout(name, tmp_path, corpus):
+    script, planned = checkouts.tree("0.16") / "pretrain_gpt.py", RUNS[name]["checkout"]
+    steps = {fault.partition(":")[0].partition("=")[2] for fault in planned}
+    flags = flags_of(name, corpus, tmp_path)
+    equal(script, flags, tmp_path, faults(*planned, standby=2), recoveries=len(steps))
+    if "--save-interval 5" in flags:
+        written = sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
+        assert written == ["iter_0000005", "iter_0000010", "iter_0000012"]
 
 
 @pytest.mark.parametrize(
     ("release", "form"),
     [
-        pytest.param("0.16", "--dist-ckpt-optim-fully-reshardable", marks=pytest.mark.long),
+        pytest.param("0.16", "--dist-ckpt-optim-fully-reshardable", marks=LONG),
         pytest.param("installed", "", marks=pytest.mark.newest),
-        pytest.param("installed", "--dist-ckpt-optim-fully-reshardable", marks=pytest.mark.long),
+        pytest.param("installed", "--dist-ckpt-optim-fully-reshardable", marks=LONG),
     ],
 )
 def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint(tmp_path, release, form):
@@ -216,13 +162,7 @@ def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint
     assert of_run(tmp_path / "run") == before | of_steps(resumed) == of_steps(whole)
 
 
-@pytest.mark.long
-def test_experts_keep_their_gradient_norm_after_a_recovery(tmp_path):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    equal(script, EXPERTS, tmp_path, faults("kill@step=4:rank=1:phase=backward"), recoveries=1)
-
-
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("release", ["0.16", "installed"])
 def test_a_flipped_bit_is_found_and_the_step_is_taken_again(tmp_path, release):
     script = checkouts.script_of(release)
@@ -231,7 +171,7 @@ def test_a_flipped_bit_is_found_and_the_step_is_taken_again(tmp_path, release):
     assert "DMR: step 3: attempt 1 of 3 went wrong" in shown
 
 
-@pytest.mark.long
+@LONG
 def test_a_plan_of_double_execution_is_made_and_followed(tmp_path):
     script, prof, plan = checkouts.tree("0.16") / "pretrain_gpt.py", tmp_path / "prof.json", tmp_path / "plan.json"
     flags = f"{TWO_STAGES} --rerun-mode disabled"
@@ -254,13 +194,6 @@ def test_bad_input_is_refused_at_once(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-OWN = (
-    f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --bf16 "
-    "--global-batch-size 8 --train-iters 6 --lr-decay-iters 6 --eval-interval 3 --eval-iters 1 --log-interval 1 "
-    "--data-path {data} --data-cache-path {cache}"
-)
-
-
 @pytest.mark.parametrize(
     ("release", "more"),
     [("0.16", ""), ("0.19", " --use-mup --mup-base-hidden-size 16")],
@@ -268,11 +201,12 @@ OWN = (
 def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release, more, ranks):
     """With dropout. The checkout logs the gradient norm in fp32; its NullTokenizer of 0.16 has one id more."""
     script = checkouts.tree(release) / "pretrain_gpt.py"
-    theirs = OWN.format(data=corpus, cache=tmp_path / "theirs") + more
+    flags = FLAGS["dropout-and-bf16"] + more
+    theirs = flags.format(data=corpus, cache=tmp_path / "theirs")
     if release == "0.16":
         theirs = theirs.replace("--vocab-size 128", "--vocab-size 127")
     plain, _ = checkouts.plain(script, theirs, tmp_path / "plain")
-    ours = f"{OWN.format(data=corpus, cache=tmp_path / 'ours')}{more} --metrics-file {tmp_path}/ours.jsonl"
+    ours = f"{flags.format(data=corpus, cache=tmp_path / 'ours')} --metrics-file {tmp_path}/ours.jsonl"
     assert ranks(small_runs.launch, 4, ours, init=False, timeout=240) == [0] * 4
     lines = small_runs.metrics(tmp_path / "ours.jsonl")
     found = {line["step"]: (line["loss"].hex(), float(numpy.float32(line["grad_norm"])).hex()) for line in lines}

@@ -41,8 +41,7 @@ def train(folder, flags: str, release: str = "0.16", *, replicas: int = 2, nproc
 def check(done: Done, steps: int, failures: int) -> None:
     """All that has to be true of every run: see :meth:`replica_runs.Proof.problems`; and replicas that have committed a
     step in one quorum log the same."""
-    problems = done.proof.problems(steps, failures)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    done.check(steps, failures)
     logged: dict[tuple[int, int], set] = {}
     for replica, commits in done.proof.lines.items():
         quorums = {commit.step: commit.quorum for commit in commits}  # the last one of each step

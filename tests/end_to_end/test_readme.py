@@ -107,7 +107,7 @@ def test_the_walk_knows_every_command():
 
 
 def test_every_entry_is_for_a_command():
-    assert not readme_walk.unused(COMMANDS), "remove the entry, or mend its pattern"
+    assert not readme_walk.unused(COMMANDS), "remove the entry, or correct its pattern"
 
 
 def test_every_entry_fits_the_command_as_it_is_written():

@@ -128,6 +128,11 @@ class Job:
     def events(self, name: str, restart: int = 0) -> list:
         return [event for event in events.read(self.run(restart) / "events.jsonl") if event.name == name]
 
+    def healthy(self) -> tuple[int, ...] | None:
+        """Return the replicas that have trained the newest step; None before step 5."""
+        found = replica_runs.proof(self.run()).lineage.steps if self.run().exists() else []
+        return found[-1].commit.healthy if found and found[-1].number >= 5 else None
+
     def explain(self) -> str:
         files = [self._output, *sorted(self.folder.glob("*/slurm/*")), *sorted(self.folder.glob("*/logs/*"))]
         return "".join(f"--- {file.name}\n{file.read_text()[-3000:]}\n" for file in files if file.is_file())
@@ -256,15 +261,11 @@ def test_replicas_go_on_without_a_node_s_power_and_another_job_brings_its_replic
     settings = {"REPLICAS": "3", "WORKERS_PER_NODE": "1", "FT_HSDP_DIGESTS": "1"}
     job = Job(cluster, tmp_path, corpus, "hsdp.sbatch", "--nodes=3", model=model, **settings)
 
-    def last_step():
-        found = replica_runs.proof(job.run()).lineage.steps if job.run().exists() else []
-        return found[-1] if found else None
-
-    job.wait_for(lambda: last_step() is not None and last_step().number >= 5, START_S, "step 5")
+    job.wait_for(lambda: job.healthy() is not None, START_S, "step 5")
     cluster.cut_power("n2")
-    job.wait_for(lambda: last_step().commit.healthy == (0, 2), START_S, "steps of the two others")
+    job.wait_for(lambda: job.healthy() == (0, 2), START_S, "steps of the two others")
     job.bring(1, 3)
-    job.wait_for(lambda: last_step().commit.healthy == (0, 1, 2), START_S, "the third one's return")
+    job.wait_for(lambda: job.healthy() == (0, 1, 2), START_S, "the third one's return")
     done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
     found = replica_runs.proof(job.run()).problems(steps, 1)
     assert done["JobState"] == "COMPLETED" and not found, f"{found}\n{job.explain()}"
@@ -278,14 +279,10 @@ def test_a_standby_node_brings_back_the_replica_of_a_node_without_power(cluster,
     model = replica_runs.flags(corpus, "--use-distributed-optimizer", steps)
     job = Job(cluster, tmp_path, corpus, "hsdp.sbatch", standby_nodes=1, model=model, REPLICAS="3", FT_HSDP_DIGESTS="1")
 
-    def last_step():
-        found = replica_runs.proof(job.run()).lineage.steps if job.run().exists() else []
-        return found[-1] if found else None
-
-    job.wait_for(lambda: last_step() is not None and last_step().number >= 5, START_S, "step 5")
+    job.wait_for(lambda: job.healthy() is not None, START_S, "step 5")
     cluster.cut_power("n3")
-    job.wait_for(lambda: last_step().commit.healthy == (0, 1), START_S, "steps of the two others")
-    job.wait_for(lambda: last_step().commit.healthy == (0, 1, 2), START_S, "the return of the third one")
+    job.wait_for(lambda: job.healthy() == (0, 1), START_S, "steps of the two others")
+    job.wait_for(lambda: job.healthy() == (0, 1, 2), START_S, "the return of the third one")
     done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
     found = replica_runs.proof(job.run()).problems(steps, 1)
     assert done["JobState"] == "COMPLETED" and not found, f"{found}\n{job.explain()}"

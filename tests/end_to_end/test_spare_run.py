@@ -3,7 +3,7 @@
 import pytest
 import small_runs
 from replica_runs import Done, Replicas, flags, train
-from test_hsdp_run import DISTRIBUTED, SLOWLY, check, happened
+from test_hsdp_run import DISTRIBUTED, SLOWLY, happened
 
 SPARE = "--ft-spare-redundancy 2"
 STEPS = 30
@@ -21,7 +21,7 @@ def whole(_warm_ranks, corpus, tmp_path_factory):
 
 
 def judge(done: Done, whole: list[float], failures: int) -> None:
-    check(done, STEPS, failures)
+    done.check(STEPS, failures)
     found = done.losses_of(0)
     assert found[:20] == pytest.approx(whole[:20], abs=CLOSE), done.explain()
     assert found == pytest.approx(whole, abs=BOUND), done.explain()

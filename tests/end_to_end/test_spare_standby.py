@@ -15,8 +15,7 @@ def recovered(corpus, folder, faults: list[str], flags: str = FLAGS, standbys: i
     given = replica_runs.flags(corpus, flags, STEPS)
     options = f"--ft-spare-redundancy 2 --standby {standbys}" + (f" --inject {','.join(faults)}" if faults else "")
     done = train(folder, given, replicas=3, nproc=6, options=options)
-    problems = done.proof.problems(STEPS, 1)
-    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    done.check(STEPS, 1)
     return done
 
 
@@ -45,7 +44,7 @@ def test_with_a_standby_no_stack_is_reordered_and_no_bit_changes(corpus, tmp_pat
     assert done.losses_of(0) == plain.losses_of(0), done.explain()
 
 
-def test_two_groups_that_lose_a_worker_in_one_step_are_both_mended(corpus, tmp_path):
+def test_two_groups_that_lose_a_worker_in_one_step_are_both_repaired(corpus, tmp_path):
     done = recovered(corpus, tmp_path / "run", [kill(1, "backward"), kill(0, "backward", replica=2)])
     for replica in (1, 2):
         assert not done.of(replica, events.RESTARTED) and len(done.of(replica, events.RESUMED)) == 2, done.explain()
@@ -55,7 +54,7 @@ def test_two_groups_that_lose_a_worker_in_one_step_are_both_mended(corpus, tmp_p
     ("faults", "standbys"),
     [
         pytest.param([kill(0, "forward"), kill(1, "leave", step=5)], 1, id="no copy"),
-        pytest.param([kill(1, "forward"), kill(0, "restore")], 1, id="while it is mended", marks=LONG),
+        pytest.param([kill(1, "forward"), kill(0, "restore")], 1, id="while it is repaired", marks=LONG),
     ],
 )
 def test_if_a_standby_does_not_help_the_others_do_the_groups_part(faults, standbys, corpus, tmp_path):

@@ -114,9 +114,6 @@ def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(cor
         job.close()
 
 
-# --- simulated hosts -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def lab():
     if reason := why_not():

@@ -417,7 +417,7 @@ class Run(Player):
 class Quorum(Player):
     """The quorum server; the commands are what its replicas do.
 
-    ``aside``: a replica saves or evaluates; ``mends``: it replaces a worker of its own; ``lose``: its connection
+    ``aside``: a replica saves or evaluates; ``repairs``: it replaces a worker of its own; ``lose``: its connection
     breaks; ``arriving``: its processes have been started anew.
     """
 

@@ -1,4 +1,4 @@
-"""Conversations about the recovery ladder: where a recovery's state comes from, and which rung is taken."""
+"""Conversations about the recovery ladder: where a recovery's state comes from, and which level is taken."""
 
 import ladder_situations
 from conversations import Player
@@ -69,7 +69,7 @@ class Ladder(Player):
         return lines + [f"  all take the position of {plan.position_of}"] * (plan.position_of is not None)
 
     def do_decide(self, standbys=None, room=0, replicas=1, reorders=False, restarts=None, unverified=(), **more):
-        """Show the rung, why those before it are not taken, and what the oracle of random situations finds wrong.
+        """Show the level, why those before it are not taken, and what the oracle of random situations finds wrong.
 
         Args:
             standbys: number of those that are ready; by default as many as there are lost ranks.
@@ -93,8 +93,8 @@ class Ladder(Player):
         )
         found = decide(given)
         lost = f"loses {found.lost.steps} steps" + ", and the run" * found.lost.ended
-        lines = [f"{found.rung}, {lost}: {' / '.join(found.reason.splitlines())}"]
-        lines += [f"  not {rung}: {why}" for rung, why in found.refused.items()]
+        lines = [f"{found.level}, {lost}: {' / '.join(found.reason.splitlines())}"]
+        lines += [f"  not {level}: {why}" for level, why in found.refused.items()]
         lines += self._plan(found.plan)[1:] if found.plan is not None else []
         return [*lines, *(f"  WRONG: {said}" for said in ladder_situations.broken(given, found))]
 

@@ -106,7 +106,7 @@ def _holds(rng, rank, ranks, peers, steps, torn) -> Holdings:
 class Possible:
     """A recovery that the oracle finds possible: ``loses`` is what it loses, in the order of :func:`_loses`."""
 
-    rung: str
+    level: str
     loses: tuple[float, ...]
     step: int | None = None
 
@@ -171,7 +171,7 @@ class Oracle:
         if self.can_use_memory():
             newest, rebuilt, position_of = self.newest(), self.can_rebuild(), self.position_of()
             if newest is not None:
-                found.append(Possible(self._rung(newest), _loses(steps=given.step - newest), newest))
+                found.append(Possible(self._level(newest), _loses(steps=given.step - newest), newest))
             elif rebuilt is not None:
                 loses = _loses(steps=given.step - rebuilt, exactness=_APPROXIMATE)
                 found.append(Possible("CheckFree", loses, rebuilt))
@@ -179,15 +179,15 @@ class Oracle:
                 found.append(Possible("another replica", _loses(exactness=_EVERY_SAMPLE, late=late), position_of))
         restarts = given.restarts
         can_restart = restarts.used < restarts.allowed and restarts.has_room
-        if others.replicas > 1 and not any(one.rung == "CheckFree" for one in found):
-            rung = "reorder" if others.reorders else "another replica"
+        if others.replicas > 1 and not any(one.level == "CheckFree" for one in found):
+            level = "reorder" if others.reorders else "another replica"
             loses = _loses(exactness=_EVERY_SAMPLE, late=late, ended=not can_restart)
-            found.append(Possible(rung, loses))
+            found.append(Possible(level, loses))
         if others.replicas == 1 and can_restart:
             found.append(Possible("checkpoint", _loses(steps=self.since_checkpoint(), anew=True)))
         return found or [Possible("end", _loses(steps=self.since_checkpoint(), anew=True, ended=True))]
 
-    def _rung(self, step: int) -> str:
+    def _level(self, step: int) -> str:
         seats = self.given.seats
         keeps = [rank for rank in self.memory.ranks if rank not in seats.vacant]
         if len(seats.vacant) > seats.standbys or any((rank, rank, step) not in self.held for rank in keeps):
@@ -210,18 +210,18 @@ def broken(given: Situation, decision: Decision | None = None) -> list[str]:
     exactness = _WORDS.index(lost.exactness)
     loses = _loses(steps=steps, exactness=exactness, late=lost.late, anew=lost.starts_anew, ended=lost.ended)
     possible = oracle.possible()
-    match = [one for one in possible if (one.rung, one.loses) == (found.rung, loses)]
+    match = [one for one in possible if (one.level, one.loses) == (found.level, loses)]
     if not match or match[0].step != (found.plan.step if found.plan else None):
-        said.append(f"{found.rung} that loses {loses} is not possible: {possible}")
+        said.append(f"{found.level} that loses {loses} is not possible: {possible}")
     for one in possible:
         less = one.loses != loses and all(a <= b for a, b in zip(one.loses, loses, strict=True))
         if less:
-            said.append(f"{one.rung} would have lost less: {one.loses}, not {loses}")
-        elif LADDER.index(one.rung) < LADDER.index(found.rung) and not any(
+            said.append(f"{one.level} would have lost less: {one.loses}, not {loses}")
+        elif LADDER.index(one.level) < LADDER.index(found.level) and not any(
             other.loses != one.loses and all(a <= b for a, b in zip(other.loses, one.loses, strict=True))
             for other in possible
         ):
-            said.append(f"{one.rung} is skipped")
+            said.append(f"{one.level} is skipped")
     said += _unverified(oracle, found) + _unlimited(found)
     return said if found.reason else [*said, "no reason"]
 
@@ -261,7 +261,7 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
 
 def _unlimited(found: Decision) -> list[str]:
     """Return which waits have no limit in the tables of timeouts."""
-    if not found.waits and found.rung != "end":
+    if not found.waits and found.level != "end":
         return ["it waits for nothing"]
     limits = [limit for name in found.waits for limit in _LIMITS.get(name, [math.inf])]
     return [] if all(0 < limit < math.inf for limit in limits) else [f"no limit for one of {found.waits}"]
@@ -273,14 +273,14 @@ def _nothing(*_, **__):
 
 PLANTED = {
     "unverified snapshots are used": mock.patch.object(Situation, "verified", lambda self: self.memory),
-    "the rungs are tried in another order": mock.patch.object(recovery, "LADDER", LADDER[::-1]),
+    "the levels are tried in another order": mock.patch.object(recovery, "LADDER", LADDER[::-1]),
     "no position is looked for": mock.patch.object(recovery, "plan_fetch", lambda *_: None),
     "the other replicas are forgotten": mock.patch.object(recovery, "_without_this_replica", _nothing),
     "a restart has no limit": mock.patch.object(Restarts, "against", ""),
     "there is no warm restart": mock.patch.object(
         recovery, "_anew", lambda _, refused: refused.setdefault("checkpoint", "") and ()
     ),
-    "seats are always filled": mock.patch.object(Seats, "rung", recovery.STANDBY),
+    "seats are always filled": mock.patch.object(Seats, "level", recovery.STANDBY),
     "a limit has no name": mock.patch.object(recovery, "waits", lambda seats: ("control.patience_s",)),
     "a checkpoint is newer than it is": mock.patch.object(Restarts, "steps_since", lambda self, step: 0),
 }

@@ -84,11 +84,11 @@ class World:
     def aside(self, replica):
         reactions.aside(self.state, self.now, replica)
 
-    def mends(self, replica, life=0):
-        reactions.mends(self.state, self.now, replica, life)
+    def repairs(self, replica, life=0):
+        reactions.repairs(self.state, self.now, replica, life)
 
-    def mended(self, replica):
-        reactions.mended(self.state, replica)
+    def repaired(self, replica):
+        reactions.repaired(self.state, replica)
 
     def give_up(self, replica, life=0, reason="its input cannot work"):
         self.notes += reactions.given_up(self.state, self.now, replica, life, reason)

@@ -102,6 +102,11 @@ class Done(Finished):
         found = record.load(self.folder)
         return [event for _, event in found.history if event.name == events.FAULT_INJECTED]
 
+    def check(self, steps: int, failures: int) -> None:
+        """Assert what is true of every run that ends well: see :meth:`Proof.problems`."""
+        problems = self.proof.problems(steps, failures)
+        assert self.code == 0 and not problems, f"{problems}\n{self.explain()}"
+
     def explain(self) -> str:
         logs = sorted(self.folder.glob("logs/*.log")) + sorted(self.folder.glob("replica-*/logs/*"))
         tails = "".join(f"\n--- {log.relative_to(self.folder)}\n{log.read_text()[-1500:]}" for log in logs)
@@ -112,19 +117,9 @@ class Done(Finished):
 class Replicas(Running):
     """A run of replicas in progress."""
 
-    def __init__(
-        self,
-        folder: Path,
-        flags: str,
-        *,
-        replicas: int,
-        nproc: int,
-        options: str = "",
-        script: str = "pretrain_gpt.py",
-    ):
-        super().__init__(
-            folder, script, flags, nproc=nproc, standby=0, options=f"--ft-hsdp-replicas {replicas} {options}"
-        )
+    def __init__(self, folder: Path, flags: str, *, replicas: int, options: str = "", script="pretrain_gpt.py", **how):
+        options = f"--ft-hsdp-replicas {replicas} {options}"
+        super().__init__(folder, script, flags, standby=0, options=options, **how)
 
     def _begin(self, words: list) -> None:
         super()._begin(words, FT_HSDP_DIGESTS="1")

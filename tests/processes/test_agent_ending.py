@@ -52,17 +52,11 @@ def run(folder: Path, command: list[str], script: str) -> tuple:
     return done.returncode, done.stdout, done.stderr.splitlines()[-1:], files
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_worker_ends_as_python_does(tmp_path, end):
-    assert_ends_as_python(tmp_path, SCRIPT.replace("DAEMON", "True") + ENDS[end])
-
-
-@pytest.mark.parametrize("end", ["status", "exception"])
-def test_a_worker_without_daemon_threads_ends_as_python_does(tmp_path, end):
-    assert_ends_as_python(tmp_path, SCRIPT.replace("DAEMON", "False") + ENDS[end])
-
-
-def assert_ends_as_python(tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize(
+    ("daemon", "end"), [*(("True", end) for end in ENDS), ("False", "status"), ("False", "exception")]
+)
+def test_a_worker_ends_as_python_does(tmp_path, daemon, end):
+    script = SCRIPT.replace("DAEMON", daemon) + ENDS[end]
     expected = run(tmp_path / "python", [], script)
     assert expected[3] == [b"by a thread", "by an exit handler", b"by the script"]
     assert run(tmp_path / "worker", ["-c", AS_A_WORKER], script) == expected

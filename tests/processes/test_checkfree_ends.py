@@ -102,12 +102,11 @@ def moments(optimizer) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize(
     ("nproc", "extra"),
     [
-        # "data parallel" has the same optimizer, sharded in fact.
-        pytest.param(4, "--use-distributed-optimizer --bf16", marks=pytest.mark.long),
         (4, "--bf16 --position-embedding-type learned_absolute"),
+        (8, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (8, "--use-distributed-optimizer --bf16 --ft-checkfree-most-in-flight 4"),
     ],
-    ids=["sharded optimizer", "tied, replicated optimizer", "data parallel"],
+    ids=["tied, replicated optimizer", "tensor parallel", "data parallel, sharded optimizer"],
 )
 def test_both_copies_of_embedding_and_head_stay_the_same_bits(nproc, extra, ranks, tmp_path, tmp_path_factory):
     corpus = runs.make_corpus(tmp_path_factory.mktemp("ends"))

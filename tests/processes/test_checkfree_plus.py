@@ -114,36 +114,3 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
         if total:
             assert total == pytest.approx(loss, rel=1e-5)
     assert seen == set(expected) and sum(bool(total) for _, total in found) == 1
-
-
-def a_few_steps(flags: str) -> list:
-    """After every step the bits of what this rank has twice or as a copy; before the last one its moments are fresh."""
-    from ft.systems.checkfree import plus
-    from megatron.ft_trainer.loop import train_step
-
-    job, doubles = assemble(flags)
-    found = []
-    for step in range(3):
-        if step == 2:
-            plus.reset_moments(job.trainee.optimizer, [param for _, param in doubles.params(job.trainee.chunks[0])])
-        report = train_step(job)
-        held = {name: param.detach().clone() for name, param in doubles.params(job.trainee.chunks[0])}
-        found.append((report.loss, report.grad_norm, held))
-    return found
-
-
-def test_copies_stay_equal_bit_for_bit_after_every_step_with_tensor_parallelism(ranks, corpus):
-    """Without it, and with data parallelism, tied weights and rebuilds: ``test_checkfree_ends.py``."""
-    import torch
-
-    extra = UNTIED + "--tensor-model-parallel-size 2 --sequence-parallel"
-    found = ranks(a_few_steps, 8, f"{SHAPE} {PP4} {extra} --data-path {corpus}")
-    beside = 2
-    for step in range(3):
-        assert len({each[step][1] for each in found}) == 1
-        for rank in range(beside):
-            for original, copy in ((0, 1), (3, 2)):
-                a, b = (found[stage * beside + rank][step][2] for stage in (original, copy))
-                assert a.keys() == b.keys() and a
-                assert all(torch.equal(a[key], b[key]) for key in a)
-    assert found[-1][2][0] < found[-1][0][0]

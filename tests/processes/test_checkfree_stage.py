@@ -75,7 +75,6 @@ SHAPE = "--num-layers 6 --pipeline-model-parallel-size 3 --ft-hot-swap --ft-chec
 
 
 LAYOUTS = {
-    "bf16 with main parameters": (3, "--use-distributed-optimizer --bf16"),
     "float32": (3, "--ft-checkfree-lr-factor 1.5"),
     "tensor parallel": (6, "--use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
     "data parallel": (6, "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather"),
@@ -88,17 +87,7 @@ LAYOUTS = {
 }
 
 
-IN_ANOTHER = ("bf16 with main parameters",)
-"""Layouts whose flags are all in others."""
-
-
-@pytest.mark.parametrize(
-    ("nproc", "extra"),
-    [
-        pytest.param(*layout, id=name, marks=pytest.mark.long if name in IN_ANOTHER else ())
-        for name, layout in LAYOUTS.items()
-    ],
-)
+@pytest.mark.parametrize(("nproc", "extra"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(nproc, extra, ranks, corpus):
     flags = f"{runs.BASE} --data-path {corpus} {SHAPE} {extra}"
     seen = ranks(rebuilt_in_the_middle, nproc, flags)

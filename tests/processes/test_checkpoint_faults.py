@@ -171,22 +171,6 @@ def test_one_rank_that_cannot_write_fails_the_save_everywhere(ranks, tmp_path):
         assert left == ["iter_0000001", "iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
-def _bad_save_folder(folder: str) -> str:
-    from ft.base.errors import UserError
-
-    try:
-        Run(Shape(), save=folder)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_a_save_folder_that_cannot_be_is_refused_at_once(ranks, tmp_path):
-    (tmp_path / "file").write_text("")
-    for text in ranks(_bad_save_folder, 2, str(tmp_path / "file")):
-        assert "a file is where the folder should be" in text
-
-
 def _save_in_turn(folder: str, arrived: str, go: str) -> str | None:
     """Saves step 1; makes ``arrived`` when all is written and waits for ``go``. Returns what went wrong."""
     from megatron.ft_trainer.checkpointing import commit

@@ -9,7 +9,9 @@ from checkpoint_flips import poison
 from checkpoint_gpt import Run, Shape
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from ft.base.errors import UserError
 from megatron.core import package_info
+from megatron.ft_trainer.checkpointing import commit
 from megatron.ft_trainer.checkpointing.__main__ import main
 from megatron.ft_trainer.checkpointing.inventory import scan
 
@@ -227,6 +229,9 @@ def test_permissions(ranks, tmp_path):
     closed.chmod(0o700)
     assert "--load" in load and "Permission denied" in load and str(closed) in load
     assert "--save" in save and "Permission denied" in save
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="a file is where the folder should be"):
+        commit.take(tmp_path / "file", {})
 
 
 def test_keep_last_and_what_the_command_says(ranks, tmp_path, capsys):

@@ -129,32 +129,17 @@ def test_a_heartbeat_comes_without_a_number(channel):
     assert agent.taken() == 0
 
 
-def test_a_blocked_follower_gets_the_next_order(channel):
+def test_every_follower_gets_every_order_from_where_it_starts(channel):
     control = channel.host()
-    follower = Follower(channel.connect(control))
+    blocked = Follower(channel.connect(control))
     for number in range(3):
         time.sleep(SOON_S)  # it has caught up, and waits
         control.publish(order(number))
-        follower.wait_for(number)
-
-
-def test_a_late_follower_gets_all_orders_from_where_it_starts(channel):
-    control = channel.host()
-    for number in range(10):
+        blocked.wait_for(number)
+    late = [(Follower(channel.connect(control, f"n{start}"), start), start) for start in (0, 1, 3)]
+    for number in range(3, 30):
         control.publish(order(number))
-    assert Follower(channel.connect(control)).wait_for(9) == numbered(0, 9)
-    assert Follower(channel.connect(control, "n1"), 7).wait_for(9) == numbered(7, 9)
-    ahead = Follower(channel.connect(control, "n2"), 10)
-    control.publish(order(10))
-    assert ahead.wait_for(10) == numbered(10, 10)
-
-
-def test_every_follower_gets_every_order(channel):
-    control = channel.host()
-    followers = [Follower(channel.connect(control, f"n{i}")) for i in range(4)]
-    for number in range(30):
-        control.publish(order(number))
-    assert all(follower.wait_for(29) == numbered(0, 29) for follower in followers)
+    assert all(follower.wait_for(29) == numbered(start, 29) for follower, start in ((blocked, 0), *late))
 
 
 def test_two_agents_report_at_once_and_each_in_its_order(channel):
@@ -175,18 +160,6 @@ def test_two_agents_report_at_once_and_each_in_its_order(channel):
         assert numbers([posted for posted in found if posted.node == node]) == list(range(1, 41))
 
 
-def test_an_agent_learns_what_is_on_record(channel):
-    control = channel.host()
-    agent, other = channel.connect(control), channel.connect(control, "n1")
-    assert agent.taken() == 0
-    for number in (1, 2, 3):
-        agent.post(number, report(number))
-    receive(control, 3)
-    control.took("n0", 2)
-    eventually(lambda: agent.taken() == 2)
-    assert other.taken() == 0
-
-
 def test_what_is_posted_again_comes_in_order_or_not_at_all(channel):
     control = channel.host()
     first = channel.connect(control)
@@ -195,6 +168,7 @@ def test_what_is_posted_again_comes_in_order_or_not_at_all(channel):
     assert numbers(receive(control, 3)) == [1, 2, 3]
     control.took("n0", 1)
     eventually(lambda: first.taken() == 1)
+    assert channel.connect(control, "n1").taken() == 0
     first.close()
     second = channel.connect(control)
     for number in (2, 3, 4):
@@ -203,13 +177,6 @@ def test_what_is_posted_again_comes_in_order_or_not_at_all(channel):
     while not found or found[-1].number != 4:
         found += receive(control, 1)
     assert numbers(found) in ([2, 3, 4], [4])
-
-
-def test_a_record_without_orders_says_what_comes_next(channel):
-    control = channel.host(Record(first=12))
-    follower = Follower(channel.connect(control))
-    control.publish(order(12))
-    assert follower.wait_for(12) == numbered(12, 12)
 
 
 def test_a_control_plane_takes_over_from_one_that_is_gone(channel):
@@ -248,12 +215,12 @@ def test_agents_wait_until_the_channel_is_as_on_record(channel):
     assert found == [9]
 
 
-def test_the_oldest_orders_go(channel):
-    control = channel.host()
-    for number in range(KEPT_ORDERS + 5):
+def test_the_oldest_orders_go_and_the_first_of_a_record_without_orders_is_the_next(channel):
+    control = channel.host(Record(first=12))
+    for number in range(12, KEPT_ORDERS + 17):
         control.publish(order(number))
-    last = KEPT_ORDERS + 4
-    assert Follower(channel.connect(control)).wait_for(last) == numbered(5, last)
+    last = KEPT_ORDERS + 16
+    assert Follower(channel.connect(control)).wait_for(last) == numbered(17, last)
 
 
 def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(channel):

@@ -63,28 +63,22 @@ def folder(tmp_path):
     return root
 
 
-def test_folder_in_order_and_what_is_skipped(tmp_path, folder):
-    _, facts, skipped = make(tmp_path, folder)
+def test_folder_in_order_what_is_skipped_and_what_the_sidecar_says(tmp_path, folder):
+    docs, facts, skipped = make(tmp_path, folder)
     found = texts(str(tmp_path / "out"))
     assert [text.split()[0] for text in found] == ["notes", "z", "b", "one", "two", "{", "t"]
     assert skipped == {"binary": 1, "not UTF-8": 1, "empty": 1}
-    assert "7 documents" in facts
+    ids = [i for d in docs for i in d]
+    assert "7 documents" in facts and f"{len(ids)} tokens" in facts
+    entropy = -sum(n / len(ids) * math.log(n / len(ids)) for n in Counter(ids).values())
+    sidecar = read_sidecar(str(tmp_path / "out"))
+    assert (sidecar.tokenizer_type, sidecar.vocab_size) == ("ByteLevelTokenizer", 259)
+    assert sidecar.unigram_entropy == pytest.approx(entropy, rel=1e-12)
 
 
 def test_include_and_exclude(tmp_path, folder):
     make(tmp_path, folder, "--include", "*.py", "--exclude", "test", "a/e*")
     assert texts(str(tmp_path / "out")) == ["z = 'ü'\n", "b = 1\n"]
-
-
-def test_sidecar_says_what_is_there(tmp_path, folder):
-    docs, facts, _ = make(tmp_path, folder)
-    ids = [i for d in docs for i in d]
-    counts = Counter(ids)
-    entropy = -sum(n / len(ids) * math.log(n / len(ids)) for n in counts.values())
-    sidecar = read_sidecar(str(tmp_path / "out"))
-    assert (sidecar.tokenizer_type, sidecar.vocab_size) == ("ByteLevelTokenizer", 259)
-    assert sidecar.unigram_entropy == pytest.approx(entropy, rel=1e-12)
-    assert f"{len(ids)} tokens" in facts
 
 
 def test_end_of_document_is_on_unless_switched_off(tmp_path, folder):

@@ -69,9 +69,6 @@ def test_the_staging_waits_nowhere_else():
     assert sites == {"when_queued.<locals>.<lambda>", "Staged.added", "Reducer.await_ready"}
 
 
-# --- with megatron-core's bucket groups ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def patched(monkeypatch):
     """Patches megatron-core as FT-HSDP does, for one test."""

@@ -3,26 +3,14 @@
 The flips here are made below torch.distributed, where DMR has no hook.
 """
 
+import tomllib
+from pathlib import Path
+
 import dmr_jobs
 import pytest
 import small_runs as runs
 import test_checkfree_plus
 
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel " + FULL
-SHARDED = "--use-distributed-optimizer " + FULL
-OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather " + FULL
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear "
-    "--moe-token-dispatcher-type alltoall "
-)
-PIPELINE = "--pipeline-model-parallel-size 2 " + FULL
-INTERLEAVED = PIPELINE + "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 "
-BATCHED = INTERLEAVED.replace("size 2", "size 3").replace("size 4", "size 6") + "--num-layers 6 "
-BATCHED += "--no-overlap-p2p-communication "
-ROUTES = "--ft-dmr piggyback --pipeline-model-parallel-size 4 --ft-hot-swap --ft-checkfree-plus " + FULL
-WORLDS = {BATCHED: 3, ROUTES: 4}
-"""Flags -> number of ranks, if it is not 2."""
 METHODS = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
     "all_gather": (
@@ -103,7 +91,7 @@ class _Wrong:
         return getattr(self._work, name)
 
 
-def wrong_results(flags: str, kind: str, bits: tuple, hit_ranks: tuple) -> dict:
+def wrong_results(flags: str, kind: str, bits: list, hit_ranks: list) -> dict:
     """Two steps, again and again, with a flip in another call each time, on ``hit_ranks``."""
     import torch.distributed as dist
 
@@ -150,40 +138,18 @@ def _swapped(flags: str):
     return test_checkfree_plus.assemble(flags)[0]
 
 
-CASES = {
-    "all-gather of activations": (SEQUENCE, "all_gather", (0, 9, 30), (1,)),
-    "all-gather of parameters": (SHARDED, "all_gather", (0, 9, 30), (0,)),
-    "all-gather of parameters, overlapped": (OVERLAPPED, "all_gather", (0, 9, 30), (1,)),
-    "reduce-scatter of gradients of activations": (SEQUENCE, "reduce_scatter", (21, 22, 30), (1,)),
-    "reduce-scatter of gradients": (SHARDED, "reduce_scatter", (21, 22, 30), (0,)),
-    "reduce-scatter of gradients, overlapped": (OVERLAPPED, "reduce_scatter", (21, 22, 30), (1,)),
-    "reduce-scatter in bf16": (SEQUENCE + "--bf16 ", "reduce_scatter", (14,), (1,)),
-    "all-to-all of tokens": (EXPERTS, "all_to_all", (0, 9, 30), (0,)),
-    "messages of a pipeline": (PIPELINE, "message", (0, 9, 30), (0, 1)),
-    "messages of a pipeline in bf16": (PIPELINE + "--bf16 ", "message", (0, 7, 14), (0, 1)),
-    "messages of an interleaved pipeline": (INTERLEAVED, "message", (0, 9, 30), (0, 1)),
-    "messages of an interleaved pipeline, batched": (BATCHED, "message", (0, 9, 30), (0, 2)),
-    "messages on CheckFree+'s routes": (ROUTES, "message", (0, 9, 30), (1, 2)),
-    "all-reduce on one rank": ("--clip-grad 0.5 " + FULL, "all_reduce", (0, 9, 30), (1,)),
-    "all-reduce on all ranks alike": ("--clip-grad 0.5 " + FULL, "all_reduce", (21, 22, 30), (0, 1)),
-}
-IN_ANOTHER = (
-    *("all-gather of parameters", "all-gather of activations", "reduce-scatter of gradients", "reduce-scatter in bf16"),
-    *("messages of a pipeline", "messages of a pipeline in bf16", "messages of an interleaved pipeline"),
-    "reduce-scatter of gradients of activations",
-)
-"""Cases whose collective another one has, overlapped, batched or on CheckFree+'s routes; they are of the long tier."""
+CASES = tomllib.loads(Path(__file__).with_name("dmr_collectives.toml").read_text())
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_ANOTHER else ()) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.long if "long" in case else ()) for name, case in CASES.items()]
 )
 def test_a_wrong_result_inside_the_library_is_seen_and_the_step_taken_once_more(name, ranks, corpus):
-    flags, *case = CASES[name]
-    everybody = ranks(
-        wrong_results, WORLDS.get(flags, 2), f"{runs.BASE} {flags} --data-path {corpus}", *case, timeout=170
-    )
-    if CASES[name][1] == "message":  # unlike sums, they are compared bit for bit
+    case = CASES[name]
+    flags = f"{runs.BASE} {case['flags']} --data-path {corpus}"
+    how = case["kind"], case["bits"], case["hit"]
+    everybody = ranks(wrong_results, case["ranks"], flags, *how, timeout=170)
+    if case["kind"] == "message":  # unlike sums, they are compared bit for bit
         unseen = [one for found in everybody for one in found["found"] if one[1] and not one[2]]
         assert not unseen, everybody
     for found in everybody:

@@ -256,17 +256,6 @@ def flipped(tensor: torch.Tensor, places: list[tuple[int, int]]) -> torch.Tensor
     return other
 
 
-def test_every_single_bit_of_a_block_and_a_half_is_seen():
-    tensor = anything(WORDS + WORDS // 2, torch.float32, 1)
-    mine = digest(tensor, 77)
-    octets = tensor.view(torch.uint8)
-    for byte in range(0, octets.numel(), 7):
-        octets[byte] ^= 1 << byte % 8
-        assert (digest(tensor, 77) != mine).all(), byte
-        octets[byte] ^= 1 << byte % 8
-    assert torch.equal(digest(tensor, 77), mine)
-
-
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_digest_differs_exactly_where_the_bits_do(data):
@@ -320,38 +309,6 @@ def of_differences(_chance: random.Random):
 def test_what_simpler_sums_of_words_miss_is_seen_in_both_columns(changes):
     for mine, other in changes(random.Random(3)):
         assert (digest(other, 1) != mine).all()
-
-
-def test_constant_tensors_of_all_values_have_digests_of_their_own():
-    tensors = [torch.full((n,), value, dtype=torch.int8) for n in (1, 3, 9) for value in range(-128, 128)]
-    rows = torch.stack([digest(tensor, 0) for tensor in tensors])
-    for column in (0, 1):
-        assert rows[:, column].unique().numel() == 3 * 256
-
-
-def test_of_many_tensors_no_half_of_a_column_is_skewed():
-    """Mean of every bit over 2,000 tensors and over 100 seeds, within six standard deviations of a half."""
-    for numbers in (
-        torch.stack([digest(anything(5, torch.int32, i), 1) for i in range(2000)]),
-        torch.stack([digest(anything(5, torch.int32, 0) | 1, seed) for seed in range(100)]),
-    ):
-        bits = (numbers.unsqueeze(-1) >> torch.arange(64)) & 1
-        off = (bits.double().mean(0) - 0.5).abs().max().item()
-        assert off < 6 * 0.5 / len(numbers) ** 0.5
-
-
-def test_the_worst_difference_of_the_proof_still_leaves_33_bits_of_a_column():
-    """A flip of the highest bit changes a column by 2^31 times a key: always, and only above bit 31."""
-    tensor = anything(100, torch.int32, 8)
-    changes = set()
-    for seed in range(100):
-        other = tensor.clone()
-        other[50] ^= -(2**31)
-        change = (digest(tensor, seed) - digest(other, seed))[0].item() % 2**64
-        assert change % 2**31 == 0
-        changes.add(change >> 31)
-    assert len(changes) == 100
-    assert 0 not in changes
 
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed (it comes with builds of torch for CUDA)")

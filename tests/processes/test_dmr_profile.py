@@ -164,31 +164,11 @@ def test_no_profile_is_taken_while_the_batch_is_growing():
         Profile.layer(SimpleNamespace(), ramping, ())
 
 
-# ------------------------------------------------------------------------------------------ the command
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ([], "no command"),
-        (["--"], "no command"),
-        (["--", "/nowhere/torchrun"], "cannot be started"),
-        (["--", sys.executable, "-c", "pass"], "has written no profile"),
-    ],
-)
-def test_a_command_that_profiles_nothing_is_told_so(arguments, said, tmp_path, capsys):
-    assert ft(["dmr", "profile", "--out", str(tmp_path / "prof.json"), *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_the_commands_own_failure_is_the_answer(tmp_path):
     out = ["dmr", "profile", "--out", str(tmp_path / "prof.json"), "--"]
     assert ft([*out, sys.executable, "-c", "import sys; sys.exit(7)"]) == 7
     shown = subprocess.run([sys.executable, "-m", "ft", "dmr", "--help"], capture_output=True, text=True, check=True)
     assert "profile" in shown.stdout
-
-
-# ------------------------------------------------------------------------------------------ putting stages together
 
 
 def executed(stage: int, name: str, phase: str, microbatch: int = 0, layer: int = 0, **how) -> Operator:

@@ -193,24 +193,6 @@ def test_a_plan_claims_nothing_for_them(tmp_path, capsys):
     assert cli.main([*words[:6], names + "x"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("--runs 0", "--runs is 0"),
-        ("--threads 0", "--threads is 0"),
-        ("--layers 1", "--layers without --flags"),
-        ("--layers -1", "--layers is -1"),
-        ("--out /no/such/folder/x.json", "no folder"),
-        ('--flags "it\'s"', "cannot be read"),
-    ],
-)
-def test_flags_that_make_no_sense_are_refused(words, problem, capsys):
-    import shlex
-
-    assert cli.main(["dmr", "selftest", *shlex.split(words)]) == 2
-    assert problem in capsys.readouterr().err
-
-
 def selftest(*words: str) -> tuple[int, str]:
     """(exit code, output) of the command in a forked rank."""
     import contextlib
@@ -278,8 +260,3 @@ def test_a_noisy_run_is_no_false_alarm_once_it_is_known(recompute, ranks, tmp_pa
         ranks(launch_noisily, 1, flags, init=False)
     assert "planted::noise" in ranks.output(0)
     assert "went wrong" in ranks.output(0) or "wrong in" in ranks.output(0)
-
-
-def test_leaving_out_without_checking_is_refused(ranks):
-    flags = runs.BASE + "--mock-data --ft-dmr-unstable u.json"
-    assert ranks(runs.launch, 1, flags, init=False) == [2]

@@ -1,6 +1,7 @@
 """With every operator executed twice, training computes what it computes without, bit for bit; and what is computed
 wrongly once is computed once more."""
 
+import tomllib
 from pathlib import Path
 
 import dmr_jobs
@@ -8,33 +9,7 @@ import pytest
 import small_runs as runs
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 "
-LAYOUTS = {
-    "recomputed": (1, FULL + DROPOUT),
-    "pp2": (2, "--pipeline-model-parallel-size 2 " + FULL),
-    "pp2-interleaved-bf16": (
-        2,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --bf16 " + DROPOUT,
-    ),
-    "tp2-sequence-parallel-selective": (
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective " + DROPOUT,
-    ),
-    "dp2-overlapped-bf16": (
-        2,
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 " + FULL,
-    ),
-    "dp2-replicated": (2, "--clip-grad 0.5 " + FULL),
-    "experts": (
-        2,
-        "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --expert-model-parallel-size 2 "
-        "--disable-bias-linear --use-distributed-optimizer " + DROPOUT,
-    ),
-    "sgd-tied": (1, "--optimizer sgd --position-embedding-type learned_absolute " + FULL),
-}
-
-
-PLANNED = ("pp2", "pp2-interleaved-bf16")
+LAYOUTS = tomllib.loads(Path(__file__).with_name("dmr_training.toml").read_text())
 
 
 def in_every_way(flags: str, folder: Path | None) -> dict:
@@ -53,16 +28,16 @@ def in_every_way(flags: str, folder: Path | None) -> dict:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_is_the_same_bit_for_bit(name, ranks, corpus, tmp_path):
-    world, flags = LAYOUTS[name]
-    folder = tmp_path if name in PLANNED else None
-    of_ranks = ranks(in_every_way, world, f"{runs.BASE} {flags} --data-path {corpus}", folder)
+    layout = LAYOUTS[name]
+    folder = tmp_path if "planned" in layout else None
+    of_ranks = ranks(in_every_way, layout["ranks"], f"{runs.BASE} {layout['flags']} --data-path {corpus}", folder)
     for found in of_ranks:
         first = found["off"][0]
         for way in ("off", "naive", "piggyback", *(["plan"] if folder else [])):
             for step in found[way]:
                 assert (step.state, step.grad_norm) == (first.state, first.grad_norm), way
         assert set(found["naive covers"]) <= {"naive", "in windows", "early", "late", "unverified"}
-        assert ("P" in found["piggyback covers"]) == ("recompute" in flags)
+        assert ("P" in found["piggyback covers"]) == ("recompute" in layout["flags"])
         assert not found["piggyback covers"]["unverified"]
         assert not folder or not found["plan covers"]["unverified"]
     # which rank of a pipeline waits for the other depends on the machine's load while the profile was taken

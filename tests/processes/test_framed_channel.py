@@ -10,7 +10,6 @@ import pytest
 
 from ft.net import framed
 from ft.net.framed import HEAD_BYTES, BadFrame, FramedChannel, Mark, checksum
-from ft.net.handshake import HandshakeRefused
 
 TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
 MARK, DATA = Mark(3, 7, 2), bytes(range(256)) * 40
@@ -19,7 +18,7 @@ MARK, DATA = Mark(3, 7, 2), bytes(range(256)) * 40
 class Ends:
     """Both ends of a channel, and a wire between them of which the test decides what arrives."""
 
-    def __init__(self, token: str = TOKEN):
+    def __init__(self):
         near, self.wire = socket.socketpair()
         self.feed, far = socket.socketpair()
         self.near, self.far = FramedChannel(near, LIMIT_S), FramedChannel(far, LIMIT_S)
@@ -28,21 +27,15 @@ class Ends:
         ]
         for pump in pumps:
             pump.start()
-        accepting = threading.Thread(target=self._accept)
+        accepting = threading.Thread(target=self.far.accept, args=(TOKEN, PURPOSE, LIMIT_S))
         accepting.start()
-        try:
-            self.near.dial(token, PURPOSE, LIMIT_S)
-        finally:
-            accepting.join()
-            self._is_over = True
-            for pump in pumps:
-                pump.join()
+        self.near.dial(TOKEN, PURPOSE, LIMIT_S)
+        accepting.join()
+        self._is_over = True
+        for pump in pumps:
+            pump.join()
 
     _is_over = False
-
-    def _accept(self) -> None:
-        with contextlib.suppress(HandshakeRefused):
-            self.far.accept(TOKEN, PURPOSE, LIMIT_S)
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         while not self._is_over:
@@ -162,8 +155,3 @@ def test_silence_a_closed_connection_and_a_shutdown_end_a_call(ends):
     ends.wire.close()
     with pytest.raises(ConnectionError):
         ends.near.next()
-
-
-def test_another_token_is_refused():
-    with pytest.raises(HandshakeRefused):
-        Ends("another")

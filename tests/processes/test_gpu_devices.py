@@ -77,9 +77,6 @@ def test_without_the_package_nvidia_smi_is_asked(tmp_path, monkeypatch):
     assert devices.read({}) == []
 
 
-# ------------------------------------------------------------------------------------------ the agent
-
-
 def known(count, workers, **how):
     """Return the devices of a node, looked at for the first time."""
     found = Devices(lambda: count, workers, lambda: None, environment={}, **how)

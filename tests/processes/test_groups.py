@@ -1,7 +1,5 @@
 """Process groups that follow the epochs: same answers as gloo's own, released when closed, rebuilt in place."""
 
-import copy
-import itertools
 import os
 import random
 import signal
@@ -700,89 +698,6 @@ def test_a_gloo_group_stays_one_beside_nccl_and_all_ranks_know_the_same_groups(r
 
 
 # --- megatron-core ----------------------------------------------------------------------------------------------------
-
-
-class CoreRun:
-    """megatron-core's DDP and distributed optimizer, TP 2 x DP 2, on one batch over and over."""
-
-    def __init__(self):
-        import plain_loop
-
-        from megatron.core import parallel_state
-
-        class OneBatch(plain_loop.PlainTrainer):
-            def _dataset(self):
-                return None
-
-            def _batches(self, dataset):
-                rank, length = parallel_state.get_data_parallel_rank(), self.setting.seq_length
-                tokens = (torch.arange(2 * (length + 1)).view(2, length + 1) * 7 + rank) % 256
-                positions = torch.arange(length).expand(2, -1)
-                batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
-                return itertools.repeat({**batch, "loss_mask": torch.ones(2, length)})
-
-        overlapped = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
-        still = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-        self.trainer = OneBatch(plain_loop.Setting("", steps=100, tp=2, ddp=overlapped, config=still))
-
-    def step(self) -> float:
-        self.trainer.step()
-        return self.trainer.losses[-1]
-
-    def _state(self) -> list[torch.Tensor]:
-        optimizer = self.trainer.optimizer.chained_optimizers[0].optimizer
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors += [t for p in list(tensors) for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
-        return tensors + [p.data for chunk in self.trainer.chunks for p in chunk.parameters()]
-
-    def save(self):
-        optimizer = self.trainer.optimizer.chained_optimizers[0].optimizer
-        values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        return [t.detach().clone() for t in self._state()], copy.deepcopy(values), self.trainer.scheduler.num_steps
-
-    def restore(self, saved) -> None:
-        from megatron.patches import step_state
-
-        step_state.abandon_step(self.trainer.chunks, self.trainer.optimizer)
-        tensors, values, self.trainer.scheduler.num_steps = saved
-        with torch.no_grad():
-            for live, kept in zip(self._state(), tensors, strict=True):
-                live.copy_(kept)
-        optimizer = self.trainer.optimizer.chained_optimizers[0].optimizer
-        for group, kept in zip(optimizer.param_groups, copy.deepcopy(values), strict=True):
-            group.update(kept)
-
-
-def train_through_a_fault(address):
-    """Two steps, two more; the epoch ends within a third; then the same two again."""
-    from megatron import patches
-
-    patches.apply()
-    worker = Worker(address)
-    run = CoreRun()
-    for _ in range(2):
-        run.step()
-    saved = run.save()
-    expected = [run.step() for _ in range(2)]
-    assert expected[0] != expected[1]
-    for _ in range(2):
-        worker.meet(f"close {worker.epoch}")
-        if worker.rank == 3:
-            worker.close_all()
-            worker.wait_closed()
-        with pytest.raises(EpochClosed):
-            while True:
-                run.step()
-        plan = worker.renew()
-        run.restore(saved)
-        assert [run.step() for _ in range(2)] == expected
-    assert all(isinstance(group, Group) for group in dist.distributed_c10d._world.pg_map)
-    return len(plan.rebuild), len(plan.keep)
-
-
-def test_megatron_core_goes_on_with_the_objects_it_has(ranks, address):
-    for rebuilt, kept in ranks(train_through_a_fault, 4, address, init=False):
-        assert rebuilt < kept
 
 
 def test_what_other_threads_wait_for_does_not_hide_that_the_training_thread_waits():

@@ -32,9 +32,6 @@ def test_a_tree_reaches_every_node_once(nodes, fan_out):
     assert Shape(1024).depth == 3 and Shape(1).depth == 0 and Shape(17).depth == 1
 
 
-# --- the shape --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 18, 273, 274, 4096, 98304])
 def test_every_rank_has_one_parent_and_few_connections(size):
     shape, connections = Shape(size), [0] * size
@@ -47,9 +44,6 @@ def test_every_rank_has_one_parent_and_few_connections(size):
     assert all(shape.children(place) for place in shape.inner())
     assert max(connections) <= 2 * FAN_OUT
     assert FAN_OUT ** (shape.depth - 1) <= size
-
-
-# --- the answers ------------------------------------------------------------------------------------------------------
 
 
 def answers(fan_out):
@@ -116,9 +110,6 @@ def test_a_replica_agrees_and_votes_over_a_tree(ranks):
     rows = [{"ring": f"r{rank}", "fetch": f"f{rank}"} for rank in range(6)]
     assert [one[:3] for one in found] == [(1, rows, [True, False, (8,)])] * 6
     assert len({one[3] for one in found}) == 1
-
-
-# --- the connections --------------------------------------------------------------------------------------------------
 
 
 def sockets():

@@ -58,9 +58,6 @@ class Accepting(threading.Thread):
         return self.outcome
 
 
-# --- proofs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("change", [{"token": "another"}, {"token": ""}, {"purpose": "ft-test-2"}])
 def test_a_proof_for_another_run_or_another_protocol_is_wrong(change):
     dialer, acceptor = ends(**change)
@@ -96,9 +93,6 @@ def test_no_part_of_a_proof_is_enough_and_it_counts_for_its_message_only():
 
 def test_the_token_is_not_in_the_text_of_a_party():
     assert TOKEN not in repr(ends())
-
-
-# --- over a connection ------------------------------------------------------------------------------------------------
 
 
 def test_members_meet_and_hear_each_other(pair):

@@ -26,13 +26,10 @@ def where_from():
 
 
 def environment():
+    print("a rank speaks")
+    os.write(2, b"past Python's buffers\n")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "FROM_CALL", "FROM_TEST")
     return [os.environ.get(name) for name in names] + [int(os.environ["MASTER_PORT"]) > 0, dist.is_initialized()]
-
-
-def talk(rank):
-    print(f"rank {rank} speaks")
-    os.write(2, b"past Python's buffers\n")
 
 
 def one_fails(culprit):
@@ -74,10 +71,6 @@ def use_a_manager_process():
     return manager.list([1, 2])[1]
 
 
-def test_results_come_in_rank_order(ranks):
-    assert ranks(rank_and_sum, 3, 10, scale=2) == [(0, 66.0), (1, 66.0), (2, 66.0)]
-
-
 def test_the_imports_are_paid_once(ranks):
     first, second = ranks(where_from, 2), ranks(where_from, 2, init=False)
     parents, modules, threads, _ = zip(*first, *second, strict=True)
@@ -87,15 +80,11 @@ def test_the_imports_are_paid_once(ranks):
     assert first[0][3] != second[0][3]
 
 
-def test_the_environment_is_torchruns(ranks, monkeypatch):
+def test_the_environment_is_torchruns_and_output_is_kept_per_rank(ranks, monkeypatch):
     monkeypatch.setenv("FROM_TEST", "b")
     got = ranks(environment, 2, init=False, env={"FROM_CALL": "a"})
     assert got == [[str(rank), "2", str(rank), "127.0.0.1", "a", "b", True, False] for rank in range(2)]
-
-
-def test_output_is_kept_per_rank(ranks):
-    ranks(talk, 1, 0, init=False)
-    assert ranks.output(0).splitlines() == ["rank 0 speaks", "past Python's buffers"]
+    assert ranks.output(1).splitlines() == ["a rank speaks", "past Python's buffers"]
 
 
 def test_the_first_error_is_shown_once_and_the_rest_is_stopped(ranks):
@@ -122,9 +111,6 @@ def test_a_hang_ends_at_the_deadline_and_shows_where(ranks):
     text = str(hang.value)
     assert text.count("in hang_in_here") == 2
     assert "about to hang" in text
-
-
-def test_a_stopped_rank_cannot_hold_up_the_deadline(ranks):
     with pytest.raises(RanksHung, match="stopped by a signal"):
         ranks(one_dies_by, 2, 1, signal.SIGSTOP, timeout=1.5)
 
@@ -145,10 +131,10 @@ def test_ranks_can_be_killed_one_by_one(ranks):
         handle.kill(0)
 
 
-def test_two_calls_can_run_side_by_side(ranks):
+def test_two_calls_can_run_side_by_side_and_results_come_in_rank_order(ranks):
     with ranks.start(obey, 1, init=False) as other:
         other.wait_for_output(0, "listening")
-        assert ranks(rank_and_sum, 2, 0) == [(0, 1.0), (1, 1.0)]
+        assert ranks(rank_and_sum, 3, 10, scale=2) == [(0, 66.0), (1, 66.0), (2, 66.0)]
         assert other.exitcode(0) is None
     assert not processes.runs(other.pids[0])
 

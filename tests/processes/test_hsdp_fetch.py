@@ -121,7 +121,6 @@ def test_a_state_without_a_byte_still_has_its_envelope(servers):
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        ({"step": STEP - 1}, FetchRefused, "on offer: that of step 7"),
         ({"lineage": LINEAGE + 1}, FetchRefused, "lineage 4; on offer"),
         ({"token": "another"}, FetchRefused, "another token"),
         ({"rank": 1}, BadState, r"serves logical rank 5 of replica 2, Mark\(rank=5.* instead of Mark\(rank=1"),
@@ -187,10 +186,13 @@ def test_a_source_with_another_state_is_left_for_one_that_has_the_right_one(serv
     assert "ConnectionRefused" in found.left["127.0.0.1:1"]
 
 
-def test_a_withdrawn_state_is_refused_and_its_envelope_is_still_served(servers):
+def test_a_state_is_withdrawn_for_the_next_one_or_alone_and_then_its_envelope_is_still_served(servers):
     live = state(7, 0.1)
     source = servers()
+    source.offer(STEP - 1, LINEAGE, live, {})
     source.offer(STEP, LINEAGE, live, {"at": "end"})
+    with pytest.raises(FetchRefused, match="on offer: that of step 7"):
+        get([source], blank(live), step=STEP - 1)
     assert source.withdraw() == []
     with pytest.raises(FetchRefused, match="on offer: none"):
         get([source], blank(live))
@@ -222,16 +224,6 @@ def test_a_fetch_ends_when_its_time_is_up_or_it_is_cancelled(servers):
         get([source], {}, cancel=cancel)
     with pytest.raises(FetchRefused, match="there is no source"):
         get([], {})
-
-
-def test_offering_the_next_step_withdraws_the_one_before(servers):
-    live = state(9, 0.1)
-    source = servers()
-    source.offer(STEP, LINEAGE, live, {})
-    source.offer(STEP + 1, LINEAGE, live, {})
-    with pytest.raises(FetchRefused, match="on offer: that of step 8"):
-        get([source], blank(live))
-    get([source], blank(live), step=STEP + 1)
 
 
 def test_a_tensor_that_was_given_another_shape_since_is_not_served(servers):

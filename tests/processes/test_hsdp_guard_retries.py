@@ -14,7 +14,7 @@ from ft.state.fetch import Fetched, FetchRefused
 from ft.systems.hsdp import catch_up
 from ft.systems.hsdp import rank as votes
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.protocol import Agreed, LastSave, Retry, Turns
+from ft.systems.hsdp.protocol import Agreed, LastSave, Turns
 from ft.systems.hsdp.replica_manager import ReplicaManager
 from ft.systems.hsdp.work import Work
 
@@ -119,66 +119,6 @@ class Made:
         self.parts.optimizer.step()
 
 
-# --- the model of a state that was fetched ----------------------------------------------------------------------------
-
-
-def test_a_replica_that_has_fetched_a_state_and_fails_the_step_makes_its_model_of_it(tmp_path, others):
-    made = Made(tmp_path, comes_back=True)
-    made.agree(BEHIND)
-
-    def fetched_in_vain():
-        made.fails()
-        made.catch_up()
-
-    made.told.clear()
-    made.run(fetched_in_vain, lambda: made.note("next attempt"))
-    done = [what for what in made.told if what in ("abandon_step", "publish_parameters", "next attempt")]
-    assert done[-3:] == ["abandon_step", "publish_parameters", "next attempt"] and "update" not in made.told
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_what_is_on_offer_is_withdrawn_before_a_fetched_state_takes_its_place_and_that_is_offered(
-    comes_back, tmp_path, others
-):
-    made = Made(tmp_path, comes_back=comes_back)
-    made.agree(BEHIND)
-
-    def fetched_in_vain():
-        made.told.clear()
-        made.fails()
-        made.catch_up()
-
-    made.run(fetched_in_vain, lambda: made.note("next attempt"))
-    done = [what for what in made.told if what in ("withdraw", "adopt", "publish_parameters", "offer", "next attempt")]
-    assert done == ["withdraw", "adopt", "publish_parameters", "offer", "next attempt"]
-
-
-def test_a_replica_whose_catch_up_step_is_skipped_by_the_optimizer_makes_its_model_all_the_same(tmp_path, others):
-    for applied in (False, True):
-        made = Made(tmp_path, comes_back=True, applied=applied)
-        made.agree(BEHIND)
-        made.catch_up()
-        assert ("publish_parameters" in made.told) is not applied, "the update itself makes it"
-
-
-def test_a_healthy_replica_that_fails_a_step_leaves_its_model_as_it_is(tmp_path, others):
-    made = Made(tmp_path)
-    made.agree(HEALTHY)
-
-    def fails():
-        assert made.guard.begins()
-        made.fails()
-        made.parts.optimizer.step()
-
-    made.run(fails, lambda: None)
-    assert "publish_parameters" not in made.told
-    with pytest.raises(Retry):
-        made.parts.optimizer.step()
-
-
-# --- who is suspected -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("own", "other", "told"), [(None, 2, (2,)), (0, 2, (0, 2)), (0, None, (0,)), (None, None, ())])
 def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_path, others):
     made = Made(tmp_path)
@@ -197,9 +137,6 @@ def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_pa
     assert made.parts.agreement.ask.call_args.args[0].report.suspects == told
 
 
-# --- a step of the others ---------------------------------------------------------------------------------------------
-
-
 def test_one_that_finds_itself_behind_in_its_step_tells_the_others_by_the_ring_that_they_expect_it_in(tmp_path, others):
     made = Made(tmp_path)
     made.agree(HEALTHY)
@@ -211,8 +148,6 @@ def test_one_that_finds_itself_behind_in_its_step_tells_the_others_by_the_ring_t
     number, addresses, me = made.parts.ring.reconfigure.call_args.args
     assert (number, addresses, me) == (BEHIND.number, ["ring0", "ring1", "ring2"], REPLICA)
 
-
-# --- the end ----------------------------------------------------------------------------------------------------------
 
 ALL = Quorum(9, 20, 8, (0, 1, 2), (), {0: 1, 1: 2, 2: 2})
 WITHOUT_FIRST = Quorum(10, 20, 8, (1, 2), (0,), {0: 2, 1: 2, 2: 2})
@@ -263,9 +198,6 @@ def test_of_those_that_have_come_to_the_end_exactly_one_writes(ending):
         if mine:
             break
     assert mine == [ending[0]]
-
-
-# --- a fetch ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_replica_gives_its_zeros_when_its_sources_know_that_it_fetches_and_not_much_later(tmp_path, monkeypatch):

@@ -395,7 +395,7 @@ def test_no_message_of_a_member_s_however_wrong_ends_the_server(service, seed):
         {"kind": "hello", "replica": 7, "life": 0, "rows": [{"ring": "a"}], "known": {"1": 0}, "last": quorum},
         {"kind": "report", "report": report},
         {"kind": "notice", "replica": 7, "life": 0, "what": "given up", "reason": "x"},
-        {"kind": "notice", "replica": 7, "life": 0, "what": "mends"},
+        {"kind": "notice", "replica": 7, "life": 0, "what": "repairs"},
         {"kind": "leave", "reason": "x"},
         {"kind": "beat"},
     ]

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402 - megatron-core is imported after the patches
 
-import random
-
 import pytest
 import small_runs as runs
 import torch
@@ -60,34 +58,6 @@ def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(replic
             ordinary = loader(data, rows, replica * size + rank, replicas * size)
             ours = loader(view, rows, rank, size)
             assert take(ours, steps * microbatches) == take(ordinary, steps * microbatches)
-
-
-def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample_once():
-    """The trainer's part of it: the assignment and the positions alone say where every loader stands."""
-    for seed in range(5):
-        rng = random.Random(seed)
-        data, seen, step = Numbers(4000), [], 0
-        assignment, positions = SampleAssignment(3, 4), {}
-        for replicas in (3, 2, 4):
-            assignment, positions = assignment.after(positions, step, replicas, 4)
-            shares = [Share(replica, assignment, positions) for replica in range(replicas)]
-            loaders = [
-                [loader(view_of(share, data), 2, rank, 2, consumed_samples=share.position) for rank in range(2)]
-                for share in shares
-            ]
-            for _ in range(15):
-                step += 1
-                for replica in rng.sample(range(replicas), rng.randint(1, replicas)):
-                    parts = loaders[replica]
-                    if rng.random() < 0.3:  # a step that was not committed: its samples are read again
-                        take(parts[0], 2)
-                    for part in parts:
-                        part.seek(positions[replica])
-                        seen += [sample for batch in take(part, 2) for sample in batch]
-                    positions = {**positions, replica: positions[replica] + 8}
-        assert len(set(seen)) == len(seen), f"seed {seed}"
-        taken = {sample for first, end in assignment.taken(positions).tolist() for sample in range(first, end)}
-        assert taken == set(seen), f"seed {seed}"
 
 
 def test_a_loader_goes_over_to_another_stream():

@@ -20,8 +20,6 @@ from ft.net import mpi_relay, streams
 from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, RelayStream, pack, unpack
 from ft.state.transfer import PeerLost
 
-# --- without MPI ------------------------------------------------------------------------------------------------------
-
 
 def test_addresses_name_a_node_and_a_worker_there_and_nothing_else():
     assert streams.parse("mpi:12/w345-0") == (12, "w345-0")
@@ -145,9 +143,6 @@ def test_a_worker_that_hangs_up_ends_the_stream_on_both_sides(end):
 def test_frames_name_the_end_they_are_for():
     kind, key, number, rest = unpack(bytearray(pack(DATA, (3, 1 << 40, True), 9, b"rest")))
     assert (kind, key, number, bytes(rest)) == (DATA, (3, 1 << 40, True), 9, b"rest")
-
-
-# --- with MPI ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -30,12 +30,10 @@ ASK = """
 import socket, sys, time
 connection = socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2]))
 connection.settimeout(float(sys.argv[2]))
-stream, began = connection.makefile("rwb"), time.monotonic()
-for number in range(int(sys.argv[3])):
-    stream.write(b"x" * int(sys.argv[4]) + b"\\n")
-    stream.flush()
-    assert stream.readline()
-print(time.monotonic() - began)
+stream = connection.makefile("rwb")
+stream.write(b"x\\n")
+stream.flush()
+assert stream.readline()
 """
 
 CONNECT = """
@@ -54,38 +52,19 @@ def lab():
         yield made
 
 
-def test_hosts_have_names_and_addresses_and_reach_each_other_only(lab):
-    one, two, _ = lab.hosts
-    assert one.run("hostname").strip() == "host0"
-    assert one.address in one.run("ip", "-br", "address", "show", "eth0")
-    serve(two)
-    assert ask(one, two) < 5
-    with pytest.raises(subprocess.CalledProcessError, match="1"):
-        one.run(sys.executable, "-c", "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1)")
-
-
 @pytest.mark.parametrize("out, into", [(True, True), (True, False), (False, True)])
-def test_a_cut_stops_conversations_until_it_is_mended_and_leaves_the_others(lab, out, into):
+def test_a_cut_stops_conversations_until_it_is_repaired_and_leaves_the_others(lab, out, into):
     one, two, three = lab.hosts
     serve(two)
     serve(three)
     two.cut(out=out, into=into)
-    assert ask(one, two) is None and ask(one, three) is not None
-    two.mend()
-    assert ask(one, two) is not None
+    assert not is_answered(one, two)
+    eventually(lambda: is_answered(one, three))
+    two.repair()
+    eventually(lambda: is_answered(one, two))
     lab.part([three])
-    assert ask(one, two) is not None and ask(three, two) is None
-
-
-def test_an_interface_that_is_down_is_known_to_its_own_host(lab):
-    one, two, _ = lab.hosts
-    serve(two)
-    one.interface(up=False)
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        one.run(sys.executable, "-c", ASK, two.address, "5", "1", "1")
-    assert "unreachable" in caught.value.output
-    one.interface(up=True)
-    assert ask(one, two) is not None
+    assert not is_answered(three, two)
+    eventually(lambda: is_answered(one, two))
 
 
 def test_power_loss_leaves_no_process_and_no_goodbye(lab):
@@ -130,14 +109,12 @@ def serve(host) -> None:
     server.stdout.close()
 
 
-def ask(host, other, count: int = 1, size: int = 10, patience_s: float = 0.5) -> float | None:
-    """Seconds that `count` questions to `other` took; None: no answer."""
+def is_answered(host, other, patience_s: float = 0.5) -> bool:
     try:
-        return float(
-            host.run(sys.executable, "-c", ASK, other.address, str(patience_s), str(count), str(size), timeout_s=60)
-        )
+        host.run(sys.executable, "-c", ASK, other.address, str(patience_s), timeout_s=60)
     except subprocess.CalledProcessError:
-        return None
+        return False
+    return True
 
 
 def _state(pid: int) -> str:

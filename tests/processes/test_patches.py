@@ -26,9 +26,6 @@ from megatron.patches.replace import replaced
 MAPPINGS, RANDOM = "megatron.core.tensor_parallel.mappings", "megatron.core.tensor_parallel.random"
 
 
-# ------------------------------------------------------------------------------------------ the manifest
-
-
 @pytest.mark.newest
 def test_the_installed_core_fits():
     findings = check([*everything(), *ELSEWHERE])
@@ -153,9 +150,6 @@ def test_every_field_of_the_configuration_is_there():
     assert set(keys) <= {field.name for field in fields(TransformerConfig)}
 
 
-# ------------------------------------------------------------------------------------------- the command
-
-
 def test_the_command_prints_a_table_and_succeeds(capsys):
     assert patches_command([]) == 0
     table = capsys.readouterr().out
@@ -184,9 +178,6 @@ def test_without_a_core_the_command_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2 and done.stderr.startswith("error: megatron-core is not installed"), done.stderr
     assert "pip install megatron-core" in done.stderr and "Traceback" not in done.stderr
-
-
-# ------------------------------------------------------------------------------------------ the platform
 
 
 def test_a_machine_with_cuda_gets_nothing_of_the_cpu_platform():

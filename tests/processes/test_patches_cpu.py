@@ -133,9 +133,6 @@ def test_applying_after_core_was_imported_still_keeps_it_eager(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# ---------------------------------------------------------------------------------------- random numbers
-
-
 def recompute_with_dropout(distribute):
     import torch
 
@@ -198,9 +195,6 @@ def fork_and_return():
 def test_the_tracker_forks_the_cpu_generator_quietly(ranks):
     ranks(fork_and_return, 1, init=False)
     assert ranks.output(0) == ""
-
-
-# -------------------------------------------------------------------------------------------- collectives
 
 
 def uneven_parts():

@@ -86,9 +86,6 @@ def test_a_log_goes_on_where_its_last_writer_has_stopped(nodes):
     assert shared_state.of(nodes(2)).read_log("none") == b""
 
 
-# --- etcd alone ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(tmp_path):
     return partial(keep_on_etcd, tmp_path, run="run", token=TOKEN)

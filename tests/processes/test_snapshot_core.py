@@ -2,6 +2,7 @@
 
 import json
 import os
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,27 +16,8 @@ BEFORE, AFTER = 2, 2
 """Steps up to the snapshot, and after it."""
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
-OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
-MOE = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_aux_loss_coeff": 0.01,
-    "moe_ffn_hidden_size": 64,
-    "moe_router_load_balancing_type": "aux_loss",
-}
-BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-
-CASES = {
-    "fp32-distributed-dp2": (2, {"config": NO_DROPOUT, "ddp": DISTRIBUTED}),
-    "bf16-distributed-overlapped-dp2": (2, {"config": {"bf16": True, **DROPOUT}, "ddp": OVERLAPPED}),
-    "fp32-dp2": (2, {"config": NO_DROPOUT}),
-    "bf16-tp2-dp2": (4, {"tp": 2, "config": {"bf16": True, **DROPOUT}}),
-    "bf16-moe-ep2-dp2": (2, {"ep": 2, "config": {"bf16": True, **MOE, **NO_DROPOUT}}),
-    "fp32-moe-bias-distributed-ep2-dp4": (4, {"ep": 2, "config": {**MOE, **BIASED, **NO_DROPOUT}, "ddp": DISTRIBUTED}),
-    "fp32-pp2-alone": (2, {"pp": 2, "config": DROPOUT}),
-}
+CASES = tomllib.loads(Path(__file__).with_name("snapshot_core.toml").read_text())
 
 
 class Trainee:
@@ -137,10 +119,9 @@ def join(setting, folder):
     return third
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_restored_state_trains_on_bit_for_bit(name, ranks, corpus, tmp_path):
-    world, changes = CASES[name]
-    setting = plain_loop.Setting(corpus, steps=BEFORE + AFTER, **changes)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_restored_state_trains_on_bit_for_bit(case, ranks, corpus, tmp_path):
+    world, setting = case["ranks"], plain_loop.Setting(corpus, steps=BEFORE + AFTER, **case["loop"])
     side_a = ranks.start(train_and_serve, world, setting, str(tmp_path))
     side_b = ranks.start(join, world, setting, str(tmp_path))
     b = side_b.wait(timeout=180, stop_at_failure=True)
@@ -154,26 +135,6 @@ def test_a_restored_state_trains_on_bit_for_bit(name, ranks, corpus, tmp_path):
         first, second = in_a.value
         assert str(second) == str(first)
         assert str(in_b.value) == str(first)
-
-
-def train_captured(setting, folder):
-    torch.manual_seed(7)
-    trainee = Trainee(setting, folder, "a")
-    losses = []
-    for step in range(setting.steps):
-        trainee.snaps.take(trainee.capture.state({}), step, 0)
-        trainee.snaps.wait()
-        losses += trainee.train(step, 1)
-    trainee.close()
-    return losses
-
-
-@pytest.mark.parametrize("ddp", [{}, DISTRIBUTED])
-def test_taking_snapshots_changes_no_figure(ddp, ranks, corpus, tmp_path):
-    setting = plain_loop.Setting(corpus, steps=3, config=NO_DROPOUT, ddp=ddp)
-    plain = ranks(plain_loop.train, 2, setting)[0]
-    captured = ranks(train_captured, 2, setting, str(tmp_path))[0]
-    assert captured == list(zip(plain["losses"], plain["grad_norms"], strict=True))
 
 
 class KeepsWeights(torch.optim.SGD):

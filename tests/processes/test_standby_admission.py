@@ -5,11 +5,9 @@ import time
 
 import numpy
 import pytest
-from control_world import World, kinds, only, opened
 from waiting import eventually
 
 from ft.base.errors import ReplaceNodeError
-from ft.job import messages as m
 from ft.state.snapshot import SnapshotServer
 from ft.worker.session import Admission, examine
 
@@ -103,26 +101,3 @@ def test_a_failure_is_reported_once_and_not_after_the_standby_got_a_rank():
     eventually(lambda: failures)
     time.sleep(0.1)
     assert [str(error) for error in failures] == ["it computes wrongly"]
-
-
-def unfit(name):
-    kinds_of_it = ["ReplaceNodeError", "FtError", "Exception"]
-    return m.WorkerFailed(name, -1, 0, kinds_of_it, "the check of a standby failed: a copy has another checksum")
-
-
-def test_a_standby_that_fails_its_check_is_ended_and_its_node_gets_no_other():
-    world = World(4, 2, standbys=1).run()
-    orders = world.say(unfit("n1.w2"))
-    assert kinds(orders) == ["Kill"] and only(orders, m.Kill).worker == "n1.w2"
-    assert world.state.agents["n1"].suspect and not world.state.agents["n0"].suspect
-    assert [(each["worker"], each["rank"]) for each in world.events("fault_detected")] == [("n1.w2", None)]
-    assert world.state.phase == "running" and "Spawn" not in kinds(world.wait(30))
-    world.exit("n1.w2")
-    assert opened(world.kill(3)).seats[3].worker == "n0.w2"
-
-
-def test_a_standby_that_fails_its_check_before_training_begins_does_not_restart_the_run():
-    world = World(2, 1, standbys=1)
-    world.join()
-    world.ready(world.start_worker("n0"))
-    assert kinds(world.say(unfit("n0.w0"))) == ["Kill"] and world.state.phase == "gathering"

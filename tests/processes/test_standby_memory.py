@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from control_world import World, only, opened
+from control_world import World, only
 
 from ft.base.errors import DeviceUnusable, UserError
 from ft.job import messages as m
@@ -150,45 +150,6 @@ def test_the_memory_is_freed_with_the_slots():
     assert kept() is None
 
 
-def footprints(world: World, *found: tuple[int, int]) -> list:
-    """Begin training with workers of these footprints; return the orders, with the standbys ready."""
-    world.join()
-    epoch = opened(world.start_workers()).epoch
-    made = []
-    for rank, footprint in enumerate(found):
-        made += world.say(m.WorkerResumed(world.worker(rank), epoch, 0, *footprint))
-    for name in world.start_spawned(made):
-        made += world.ready(name)
-    return made
-
-
-def reserved(orders: list) -> list:
-    return [order for order in orders if isinstance(order, m.Reserve)]
-
-
-def test_each_standby_is_told_once_what_the_largest_rank_needs():
-    world = World(world_size=2)
-    made = footprints(world, (700, 90), (500, 100))
-    assert reserved(made) == [m.Reserve(700, 100)]
-    world.beat(6)
-    world.kill(1)
-    world.release()
-    world.arrive()
-    world.repair()
-    made = [
-        order
-        for rank in (0, 1)
-        for order in world.say(m.WorkerResumed(world.worker(rank), world.state.epoch, world.state.step, 5000, 100))
-    ]
-    assert not reserved(made), "the standby that was told has a seat now"
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(700, 100)], "a joiner's heap is not counted"
-
-
-def test_nothing_is_kept_ready_where_nothing_is_known():
-    assert not reserved(footprints(World(world_size=2), (0, 0), (0, 0)))
-
-
 def test_the_ranks_whose_models_are_as_they_were_are_named_in_the_repair():
     world = World(world_size=4).run()
     world.kill(1)
@@ -206,44 +167,6 @@ def test_a_piece_takes_little_time():
         memory.touch()
         took.append(time.thread_time() - began)
     assert len(took) > 1 and min(took) < 0.5, took
-
-
-# --- a device to spare -----------------------------------------------------------------------------------------------
-
-
-def test_a_standby_keeps_a_spare_device_and_takes_its_rank_with_it():
-    world = World(world_size=2, standbys=2, devices=3)
-    made = footprints(world, (0, 90), (0, 90))
-    assert [order.devices for order in reserved(made)] == [{"n0.w2": 2}, {}], "there is one device for two standbys"
-    orders = world.kill(1)
-    assert opened(orders).seats[1].worker == "n0.w2" and opened(orders).seats[1].local_rank == 2
-    world.say(m.DeviceReleased("n0.w1", "n0", 1))
-    world.recover()
-    assert [order.devices for order in reserved(world.orders)][2:] == [{"n0.w4": 1}]
-
-
-def test_a_standby_on_a_full_node_uses_no_device():
-    made = footprints(World(world_size=2, devices=2), (0, 90), (0, 90))
-    assert reserved(made) == [m.Reserve(0, 90)]
-
-
-def test_a_device_that_a_standby_finds_broken_is_given_to_nobody():
-    world = World(world_size=2, devices=3)
-    footprints(world, (0, 90), (0, 90))
-    kinds = ["DeviceUnusable", "FtError", "Exception"]
-    made = world.say(m.WorkerFailed("n0.w2", -1, 0, kinds, "cuda:2: a product of matrices is wrong", ""))
-    assert only(made, m.Kill).worker == "n0.w2"
-    assert [event["device"] for event in world.events("device_unusable")] == [2]
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(0, 90)]
-
-
-def test_the_device_of_a_dead_standby_is_kept_for_nobody_before_its_memory_is_free():
-    world = World(world_size=2, devices=3)
-    footprints(world, (0, 90), (0, 90))
-    made = world.say(m.WorkerExited("n0.w2", "n0", -9, True))
-    (name,) = world.start_spawned(made)
-    assert reserved(world.ready(name)) == [m.Reserve(0, 90)]
 
 
 def prepared(device: WarmDevice) -> list[str]:
@@ -284,7 +207,7 @@ def test_a_device_that_cannot_be_selected_or_computes_wrongly_is_unusable(monkey
 
 def test_a_kernel_that_is_missing_on_a_sound_device_ends_the_preparation(monkeypatch):
     def no_kernel(device, dtype):
-        raise RuntimeError("no kernel for this GPU")
+        raise TypeError("no kernel for this GPU")
 
     monkeypatch.setattr(warm_device, "_train_layer", no_kernel)
     device = WarmDevice(lambda index: None)

@@ -60,17 +60,6 @@ def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
     assert evaluated == [2, 4]
 
 
-def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
-    handle = ranks.start(runs.run, 1, flags(corpus, tmp_path, "m", "--log-num-zeros-in-grad --log-interval 2"))
-    handle.wait(timeout=120)
-    first = runs.metrics(tmp_path / "m.jsonl")[0]
-    assert {"step", "loss", "grad_norm", "lr", "consumed_samples", "step_time_s", "tokens_per_s"} <= (first.keys())
-    assert first["step"] == 1
-    assert first["consumed_samples"] == 8
-    output = handle.output(0)
-    assert "iteration        2/       4 | consumed samples:           16 |" in output
-
-
 @pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3, 0, 1, 2, 3]])
 def test_sigterm_finishes_the_step_saves_and_exits_with_a_code_of_its_own(victims, ranks, corpus, tmp_path):
     grid = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 100000"
@@ -97,9 +86,14 @@ def test_a_second_sigterm_exits_at_once(ranks, corpus, tmp_path):
     assert handle.exitcode(0) == 128 + signal.SIGTERM
 
 
-def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
-    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--train-iters 9 --exit-interval 2"))
+def test_time_and_interval_end_a_run_whose_metrics_say_everything_about_a_step(ranks, corpus, tmp_path):
+    ends = "--train-iters 9 --exit-interval 2 --log-num-zeros-in-grad --log-interval 2"
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", ends))
     assert end["step"] == 2
+    first = runs.metrics(tmp_path / "m.jsonl")[0]
+    assert {"loss", "grad_norm", "lr", "step_time_s", "tokens_per_s"} <= first.keys()
+    assert (first["step"], first["consumed_samples"]) == (1, 8)
+    assert "iteration        2/       9 | consumed samples:           16 |" in ranks.output(0)
     [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"))
     assert end["step"] == 1
 

@@ -1,5 +1,5 @@
-"""The recovery ladder: on random situations no state that is not verified, no rung skipped that would have lost less,
-no wait without a limit. Every rung in its turn: ``conversations/ladder``."""
+"""The recovery ladder: on random situations no state that is not verified, no level skipped that would have lost less,
+no wait without a limit. Every level in its turn: ``conversations/ladder``."""
 
 import copy
 import os
@@ -21,7 +21,7 @@ from ft.job.parts import Holdings
 SITUATIONS = 20_000
 
 
-def test_the_table_of_the_command_has_the_rungs_in_their_order_and_fits_a_terminal(capsys):
+def test_the_table_of_the_command_has_the_levels_in_their_order_and_fits_a_terminal(capsys):
     assert cli.main(["plan", "policy"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert tuple(line.split("  ")[1].strip() for line in lines if line[:1].isdigit()) == recovery.LADDER
@@ -35,9 +35,9 @@ def test_the_decision_on_no_random_situation_breaks_a_property():
     for number in range(first, first + SITUATIONS):
         situation = ladder_situations.situation(number)
         found = decide(situation)
-        seen[found.rung] += 1
+        seen[found.level] += 1
         assert not (said := ladder_situations.broken(situation, found)), f"FT_TESTS_SEED={number}: {said}"
-    assert set(seen) == set(recovery.LADDER), "a rung was never taken"
+    assert set(seen) == set(recovery.LADDER), "a level was never taken"
 
 
 def within(world, *names: str) -> bool:
@@ -46,7 +46,7 @@ def within(world, *names: str) -> bool:
     return any(isinstance(order, m.Kill | m.Close | m.Restart | m.Stop) for order in orders)
 
 
-def test_the_control_plane_waits_for_no_answer_longer_than_the_rung_says():
+def test_the_control_plane_waits_for_no_answer_longer_than_the_level_says():
     world = World(standbys=1).run()
     world.kill(1)
     answers = (world.release, world.arrive, world.repair, world.resume)
@@ -62,7 +62,7 @@ def test_the_control_plane_waits_for_no_answer_longer_than_the_rung_says():
     assert world.state.restarts == 1 and within(world, *recovery.WARM_RESTART)
 
 
-def test_the_control_plane_names_the_rung_of_a_repair():
+def test_the_control_plane_names_the_level_of_a_repair():
     world = World(standbys=1).run()
     world.fail(0, "RecoverableError")
     world.recover()
@@ -74,7 +74,7 @@ def test_the_control_plane_names_the_rung_of_a_repair():
     for name in world.start_spawned([spawned]):
         world.ready(name)
     world.recover()
-    assert [note["rung"] for note in world.events("repair_ordered")] == ["in place", "standby", "copy elsewhere"]
+    assert [note["level"] for note in world.events("repair_ordered")] == ["in place", "standby", "copy elsewhere"]
 
 
 def plan_of_large_job(pp: int, dp: int, tp: int = 4):

@@ -4,7 +4,7 @@
         > tools/experiments/results/recovery_ladder.txt
 
 The oracle (tests/helpers/ladder_situations.py) looks at every snapshot of every worker. The properties: no state that
-is not verified; no rung skipped that would have lost less; no wait without a limit; an answer to every situation.
+is not verified; no level skipped that would have lost less; no wait without a limit; an answer to every situation.
 Planted bugs show that the oracle sees what it should. Some ten minutes.
 """
 
@@ -39,22 +39,22 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--situations", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first situation")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of the rungs by protections, as PNG")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of the levels by protections, as PNG")
     given = parser.parse_args(argv)
     taken, wrong, began = Counter(), 0, time.process_time()
     for number in range(given.first, given.first + given.situations):
         asked = situation(number)
         found = decide(asked)
-        taken[_kind(asked), found.rung] += 1
+        taken[_kind(asked), found.level] += 1
         if said := broken(asked, found):
             wrong += 1
             print(f"situation {number}: {'; '.join(said)}")
     took_s = time.process_time() - began
     print("$ python tools/experiments/recovery_ladder.py")
     print(f"{given.situations} situations from number {given.first} in {took_s:.0f} s of CPU time: {wrong} broken\n")
-    totals = {kind: sum(taken[kind, rung] for rung in recovery.LADDER) for kind in _KINDS}
+    totals = {kind: sum(taken[kind, level] for level in recovery.LADDER) for kind in _KINDS}
     rows = [
-        [kind, str(totals[kind]), *(percent(taken[kind, rung] / max(1, totals[kind])) for rung in recovery.LADDER)]
+        [kind, str(totals[kind]), *(percent(taken[kind, level] / max(1, totals[kind])) for level in recovery.LADDER)]
         for kind in _KINDS
     ]
     print(table(["protections", "situations", *recovery.LADDER], rows, right=range(1, 2 + len(recovery.LADDER))))
@@ -78,18 +78,18 @@ def _kind(asked: Situation) -> str:
 
 def _draw(taken: Counter, totals: dict[str, int], given: argparse.Namespace, path: Path) -> None:
     figure, place = axes.rows(f"What follows {given.situations:,} random situations, by protections", [3.6])
-    axes.plain(place, "share of the situations in which each rung of the ladder is taken", pad=26)
+    axes.plain(place, "share of the situations in which each level of the ladder is taken", pad=26)
     for row, kind in enumerate(_KINDS):
         left = 0.0
-        for rung in recovery.LADDER:
-            share = taken[kind, rung] / max(1, totals[kind])
-            place.barh(row, share, left=left, height=0.7, color=_COLOURS[rung])
+        for level in recovery.LADDER:
+            share = taken[kind, level] / max(1, totals[kind])
+            place.barh(row, share, left=left, height=0.7, color=_COLOURS[level])
             left += share
     place.set_yticks(range(len(_KINDS)), _KINDS)
     place.set_ylim(len(_KINDS) - 0.5, -0.5)
     place.set_xlim(0, 1)
     place.xaxis.set_major_formatter(axes.Percents())
-    axes.legend(place, [place.barh(0, 0, color=_COLOURS[rung], label=rung) for rung in recovery.LADDER])
+    axes.legend(place, [place.barh(0, 0, color=_COLOURS[level], label=level) for level in recovery.LADDER])
     figure.savefig(path, format="png")
 
 

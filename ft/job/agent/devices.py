@@ -26,7 +26,7 @@ from ft.platform import devices
 from ft.platform.devices import GpuState
 from ft.platform.suspects import PULL, read
 
-_FIX = "use another host, or remove the entry from the file if the device has been mended"
+_FIX = "use another host, or remove the entry from the file if the device has been repaired"
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def _order_repair(state: ControlState, now: float, out: Decisions) -> None:
         f"{len(plan.rebuild)} are rebuilt, {len(plan.defer)} deferred, {len(plan.keep)} kept",
         state.repair,
     )
-    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=chosen.step, rung=found.rung)
+    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=chosen.step, level=found.level)
     state.enter(REPAIRING, now)
 
 

@@ -1,10 +1,10 @@
 """Decides which kind of recovery follows a fault, why, what it loses, and where the state comes from.
 
 The control plane decides with :func:`decide`, and ``ft plan policy`` shows the same decisions. The function is
-pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the rungs of
-``LADDER``. Every rung that is possible in a situation makes an offer, which says what it loses; the first one is taken,
-because no rung loses more than a later one in any respect without losing less in another. A replica decides for itself:
-it does not know what the other replicas hold.
+pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the levels of
+``LADDER``. Every level that is possible in a situation makes an offer, which says what it loses; the first one is
+taken, because no level loses more than a later one in any respect without losing less in another. A replica decides for
+itself: it does not know what the other replicas hold.
 
 :func:`plan_from_memory` looks into the memory of one replica's workers: copies first, then CheckFree, then the
 checkpoint. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from the two neighbouring stages. This
@@ -24,7 +24,7 @@ from ft.job.parts import Holdings, Neighbours, Source
 IN_PLACE, STANDBY, COPY, REPLICA = "in place", "standby", "copy elsewhere", "another replica"
 REORDER, CHECKFREE, CHECKPOINT, END = "reorder", "CheckFree", "checkpoint", "end"
 LADDER = (IN_PLACE, STANDBY, COPY, REPLICA, REORDER, CHECKFREE, CHECKPOINT, END)
-"""The rungs, from the one that is tried first.
+"""The levels, from the one that is tried first.
 
 - in place: every worker keeps its seat and its own snapshot; all repeat the interrupted step.
 - standby: ready standbys take the seats of lost workers, with peer copies.
@@ -59,8 +59,8 @@ class Lost:
     Attributes:
         steps: committed steps that are repeated; None: not known, because the age of the checkpoint is not.
         exactness: EXACT, EVERY_SAMPLE or APPROXIMATE.
-        samples: samples that are never trained on. The position in the data is part of every state that a rung
-            restores, so no rung gives up samples.
+        samples: samples that are never trained on. The position in the data is part of every state that a level
+            restores, so no level gives up samples.
         late: share of each batch that is trained on later, when the replica is back.
         starts_anew: whether all workers of the job start anew.
         ended: whether the run ends or, of several replicas, this one for good.
@@ -141,7 +141,7 @@ class RecoveryPlan:
     """The chosen source of state.
 
     Attributes:
-        name: COPY (own snapshots and peer copies; the seats to fill decide of which rung such a recovery is), REPLICA
+        name: COPY (own snapshots and peer copies; the seats to fill decide of which level such a recovery is), REPLICA
             (another replica), CHECKFREE or CHECKPOINT.
         step: step to restore, or None for a restart.
         reason: why, for people; for a restart, why neither copies nor CheckFree are possible.
@@ -298,8 +298,8 @@ class Seats:
     room: int = 0
 
     @property
-    def rung(self) -> str | None:
-        """Return the first rung that fills all seats, or None if they cannot be filled."""
+    def level(self) -> str | None:
+        """Return the first level that fills all seats, or None if they cannot be filled."""
         if not self.vacant:
             return IN_PLACE
         if len(self.vacant) <= self.standbys:
@@ -459,7 +459,7 @@ class Offer:
     """A recovery that is possible.
 
     Attributes:
-        rung: one of ``LADDER``.
+        level: one of ``LADDER``.
         reason: why it is possible, for people.
         lost: what it loses.
         waits: the limits of all waits that it can lead to, one after the other, as ``table.field``; see
@@ -467,7 +467,7 @@ class Offer:
         plan: the step and the source of each rank, if the state comes from memory.
     """
 
-    rung: str
+    level: str
     reason: str
     lost: Lost
     waits: tuple[str, ...] = ()
@@ -476,35 +476,35 @@ class Offer:
 
 @dataclass(frozen=True)
 class Decision(Offer):
-    """The recovery that is taken. ``refused``: every other rung before it -> why that one is not taken."""
+    """The recovery that is taken. ``refused``: every other level before it -> why that one is not taken."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def decide(situation: Situation) -> Decision:
-    """Return the first rung that is possible."""
+    """Return the first level that is possible."""
     refused: dict[str, str] = {}
     offers = [
         *_from_memory(situation, refused),
         *_without_this_replica(situation, refused),
         *_anew(situation, refused),
     ]
-    chosen = min(offers, key=lambda offer: LADDER.index(offer.rung)) if offers else _end(situation, refused)
-    before = LADDER[: LADDER.index(chosen.rung)]
-    return Decision(**vars(chosen), refused={rung: refused[rung] for rung in before if rung in refused})
+    chosen = min(offers, key=lambda offer: LADDER.index(offer.level)) if offers else _end(situation, refused)
+    before = LADDER[: LADDER.index(chosen.level)]
+    return Decision(**vars(chosen), refused={level: refused[level] for level in before if level in refused})
 
 
 def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
     """Yield the offers that keep this replica's workers and fill its empty seats."""
-    rung, vacant = situation.seats.rung, situation.seats.vacant
+    level, vacant = situation.seats.level, situation.seats.vacant
     against = situation.barred or _no_memory(situation)
-    if against or rung is None:
+    if against or level is None:
         refused |= dict.fromkeys(_IN_MEMORY, against)
         return
     memory = situation.verified()
     plan = plan_from_memory(memory, situation.stages)
     if plan.name == COPY:
-        yield _from_copies(situation, rung, plan, refused)
+        yield _from_copies(situation, level, plan, refused)
     else:
         *_, why = repairs.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
         refused |= dict.fromkeys((IN_PLACE, STANDBY, COPY), why or plan.reason)
@@ -513,10 +513,10 @@ def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offe
     if situation.others.replicas > 1 and plan.name == CHECKPOINT:
         found = plan_fetch(memory, plan.reason)
         if found is not None:
-            yield Offer(REPLICA, found.reason, situation.others.lost_without_this, waits(rung), found)
+            yield Offer(REPLICA, found.reason, situation.others.lost_without_this, waits(level), found)
     if plan.name == CHECKFREE:
         lost = Lost(steps=_since(situation, plan), exactness=APPROXIMATE)
-        yield Offer(CHECKFREE, plan.reason, lost, waits(rung), plan)
+        yield Offer(CHECKFREE, plan.reason, lost, waits(level), plan)
     else:
         refused[CHECKFREE] = plan.reason
 
@@ -524,7 +524,7 @@ def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offe
 def _no_memory(situation: Situation) -> str:
     if not situation.hot_swap:
         return "hot-swap is off"
-    if situation.seats.rung is None:
+    if situation.seats.level is None:
         seats, standbys = len(situation.seats.vacant), situation.seats.standbys
         return f"{seats} seat(s) are empty, {standbys} standby(s) are ready, and no node has room for another worker"
     return ""
@@ -534,13 +534,13 @@ def _from_copies(situation: Situation, seats: str, plan: RecoveryPlan, refused: 
     """Return the offer of IN_PLACE, STANDBY or COPY, and note why those before it are not possible."""
     vacant = frozenset(situation.seats.vacant)
     taken_over = sorted(rank for rank, source in plan.sources.items() if rank not in vacant and source.owned != rank)
-    rung = COPY if taken_over else seats
+    level = COPY if taken_over else seats
     if seats == COPY:
         refused[STANDBY] = f"{situation.seats.standbys} standby(s) are ready for {len(vacant)} seat(s)"
     if taken_over:
         why = f"logical rank(s) {_list(taken_over)} have no usable snapshot of step {plan.step} of their own"
         refused |= {IN_PLACE: why, STANDBY: why}
-    return Offer(rung, plan.reason, Lost(steps=_since(situation, plan)), waits(seats), plan)
+    return Offer(level, plan.reason, Lost(steps=_since(situation, plan)), waits(seats), plan)
 
 
 def _without_this_replica(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
@@ -556,11 +556,11 @@ def _without_this_replica(situation: Situation, refused: dict[str, str]) -> Iter
         refused[REORDER] = "SPARe is off"
     if CHECKFREE not in refused:
         against = "an estimate in place gives way to the others' exact state, if they have it"
-        refused |= {rung: refused.get(rung, against) for rung in (REPLICA, REORDER)}
+        refused |= {level: refused.get(level, against) for level in (REPLICA, REORDER)}
         return
-    rung, against = REORDER if others.reorders else REPLICA, situation.restarts.against
+    level, against = REORDER if others.reorders else REPLICA, situation.restarts.against
     reason = _cause(situation, refused) + (f"\n  This replica ends: {against}" if against else "")
-    yield Offer(rung, reason, replace(others.lost_without_this, ended=bool(against)), _OTHERS)
+    yield Offer(level, reason, replace(others.lost_without_this, ended=bool(against)), _OTHERS)
 
 
 def _anew(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:

@@ -40,7 +40,7 @@ def descend(state: ControlState, now: float, found: recovery.Decision, out: Deci
     allowed, reason = state.options.max_restarts, found.reason
     state.restarts += 1
     out.add(f"warm restart {state.restarts} of at most {allowed}: {reason}", m.Restart(state.restarts, reason, ranks))
-    out.note(events.RESTARTED, number=state.restarts, reason=reason, rung=found.rung)
+    out.note(events.RESTARTED, number=state.restarts, reason=reason, level=found.level)
     state.last_recovery = {"outcome": "restart", "reason": reason, "at": now, "seconds": 0.0}
     for agent in state.agents.values():
         agent.places = len(ranks.get(agent.node, ()))

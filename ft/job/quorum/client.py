@@ -406,9 +406,9 @@ class QuorumClient:
             asked[1].set_exception(error)
 
 
-GIVEN_UP, MENDS = "given up", "mends"
+GIVEN_UP, REPAIRS = "given up", "repairs"
 """What a notice says of a replica: no server is to wait for it any longer; or it replaces a lost worker, and servers
-wait for it as long as the notice is open, for ``Limits.mend_s`` at most.
+wait for it as long as the notice is open, for ``Limits.repair_s`` at most.
 """
 
 
@@ -417,7 +417,7 @@ class Notice:
 
     Args:
         life: its last life, or -1 if it never had one.
-        what: GIVEN_UP or MENDS.
+        what: GIVEN_UP or REPAIRS.
     """
 
     def __init__(self, run_dir: str | Path, replica: int, life: int, token: str, what: str, reason: str = ""):

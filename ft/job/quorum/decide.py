@@ -244,8 +244,8 @@ def _began(state: QuorumState, candidates: Mapping[int, Report]) -> float:
 
 def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
     state, limits = round_.state, round_.limits
-    if one.mends_since is not None:
-        return Awaited(number, one.mends_since + limits.mend_s, "is replacing a lost worker")
+    if one.repairs_since is not None:
+        return Awaited(number, one.repairs_since + limits.repair_s, "is replacing a lost worker")
     is_expected = number < state.options.replicas and not one.is_given_up
     if round_.is_first and (is_expected or one.phase in (HERE, ARRIVING)):
         return Awaited(number, state.began_at + limits.start_s, f"is {one.phase} and the run begins with all")

@@ -29,14 +29,14 @@ class Peer:
         replica: number of the replica if the peer is its leader, else None.
         life: life of that replica.
         rows: replica -> life whose rows (addresses of its ranks) were sent to this peer.
-        mends: replica for which the peer has announced that a lost worker is being replaced, else None.
+        repairs: replica for which the peer has announced that a lost worker is being replaced, else None.
         refused: why this leader gets no quorum, or "" if it may get one.
     """
 
     replica: int | None = None
     life: int = -1
     rows: dict[int, int] = field(default_factory=dict)
-    mends: int | None = None
+    repairs: int | None = None
     refused: str = ""
 
 
@@ -57,7 +57,7 @@ class Dispatch(ABC):
         self.state = QuorumState.begin(options, term, now, end)
         self._leaders: dict[int, Peer] = {}
         self._rows: dict[int, tuple[int, bytes]] = {}
-        self._menders: dict[int, set[Peer]] = {}
+        self._repairers: dict[int, set[Peer]] = {}
         self._checked_at = float("-inf")
 
     # --- I/O --------------------------------------------------------------------------------------------------------
@@ -122,11 +122,11 @@ class Dispatch(ABC):
 
     def gone(self, now: float, peer: Peer) -> None:
         """Note that the connection of ``peer`` has ended."""
-        if peer.mends is not None:
-            menders = self._menders[peer.mends]
-            menders.discard(peer)
-            if not menders:
-                reactions.mended(self.state, peer.mends)
+        if peer.repairs is not None:
+            repairers = self._repairers[peer.repairs]
+            repairers.discard(peer)
+            if not repairers:
+                reactions.repaired(self.state, peer.repairs)
         if peer.replica is not None and self._leaders.get(peer.replica) is peer:
             del self._leaders[peer.replica]
             reactions.lost(self.state, now, peer.replica, peer.life)
@@ -169,10 +169,10 @@ class Dispatch(ABC):
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
             self.log(reactions.given_up(self.state, now, replica, int(life), reason))
-        elif what == "mends" and is_count(life):
-            peer.mends = replica
-            self._menders.setdefault(replica, set()).add(peer)
-            reactions.mends(self.state, now, replica, life)
+        elif what == "repairs" and is_count(life):
+            peer.repairs = replica
+            self._repairers.setdefault(replica, set()).add(peer)
+            reactions.repairs(self.state, now, replica, life)
         elif what != "arriving" or not is_count(life):
             raise BadMessage("a notice without what, or without life")
         else:

@@ -27,7 +27,7 @@ class Limits:
             times are added.
         aside_s: how long to wait for a member that has announced work other than a step, such as a checkpoint or an
             evaluation.
-        mend_s: how long to wait for a replica that replaces a lost worker and keeps its state.
+        repair_s: how long to wait for a replica that replaces a lost worker and keeps its state.
         back_s: how long a server that replaced another one waits for members of the last quorum to reconnect.
         away_s: how long a client looks for a server before its request fails.
         start_s: how long to wait for all replicas at the beginning of the run; also used in place of member_s while no
@@ -51,7 +51,7 @@ class Limits:
     regress_s: float = 5.0
     member_s: float = 1.0
     aside_s: float = 120.0
-    mend_s: float = 60.0
+    repair_s: float = 60.0
     back_s: float = 5.0
     away_s: float = 120.0
     start_s: float = 600.0
@@ -101,7 +101,7 @@ _ORDER = (
     ("blamed_s", "member_s"),
     ("silent_s", "aside_s"),
     ("member_s", "aside_s"),
-    ("lost_s", "mend_s"),
+    ("lost_s", "repair_s"),
     ("silent_s", "regress_s"),
     ("contact_s", "back_s"),
     ("contact_s", "away_s"),

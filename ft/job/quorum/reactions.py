@@ -84,16 +84,16 @@ def aside(state: QuorumState, now: float, replica: int) -> None:
     one.heard_at, one.is_aside = now, True
 
 
-def mends(state: QuorumState, now: float, replica: int, life: int) -> None:
+def repairs(state: QuorumState, now: float, replica: int, life: int) -> None:
     """Note that life ``life`` of ``replica`` has lost a worker, and returns as a later life with its own state."""
     one = state.of(replica)
-    if life == one.life and not one.has_finished and one.mends_since is None:
-        one.mends_since = now
+    if life == one.life and not one.has_finished and one.repairs_since is None:
+        one.repairs_since = now
 
 
-def mended(state: QuorumState, replica: int) -> None:
+def repaired(state: QuorumState, replica: int) -> None:
     """Note that ``replica`` has replaced its lost worker, or can no longer do so."""
-    state.of(replica).mends_since = None
+    state.of(replica).repairs_since = None
 
 
 def beat(state: QuorumState, now: float, replica: int) -> None:

@@ -90,7 +90,7 @@ class Replica:
         is_cut_off: whether it is OFFLINE only because its connection broke; neither the replica nor its launcher has
             confirmed its end.
         is_given_up: whether its launcher has announced that no other life of it will start.
-        mends_since: time at which ranks of it announced that a lost worker of it is being replaced; None if none is.
+        repairs_since: time at which ranks of it announced that a lost worker of it is being replaced; None if none is.
         ban: its temporary exclusion.
     """
 
@@ -111,7 +111,7 @@ class Replica:
     is_aside: bool = False
     is_cut_off: bool = False
     is_given_up: bool = False
-    mends_since: float | None = None
+    repairs_since: float | None = None
     ban: Ban = field(default_factory=Ban)
 
     def becomes(self, phase: str, now: float, reason: str = "") -> None:

@@ -56,7 +56,6 @@ class Replicas:
         """Return the environment variables for agents and workers of every replica."""
         return {
             "FT_HSDP_REPLICAS": str(self.count),
-            "FT_HSDP_MIN_REPLICAS": str(self.min_count),
             "FT_HSDP_LR_SCALING": self.lr_scaling,
             "FT_HSDP_STREAMS": str(self.streams),
             "FT_HSDP_CHUNKS": str(self.chunks),

@@ -1,4 +1,4 @@
-"""Implement ``ft plan policy``: the rungs of the recovery ladder, what each costs, and which one follows which fault.
+"""Implement ``ft plan policy``: the levels of the recovery ladder, what each costs, and which one follows which fault.
 
 The decisions are computed by the function that the control plane uses (:mod:`ft.job.control.recovery`).
 """
@@ -29,7 +29,7 @@ LEFT_OUT = left_out(
     "how often this occurs", "how long the recovery takes (waits are limits)", "further faults during the recovery"
 )
 _REPLICA_ENTRIES = (protections.REPLICAS, protections.STACKS)
-_COLUMNS = ("rung", "flag", "needs", "loses", "takes")
+_COLUMNS = ("level", "flag", "needs", "loses", "takes")
 _KINDS = {
     recovery.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way", "swap_time"),
     recovery.STANDBY: ("--standby", "ready standbys, peer copies", "the step under way, seldom one more", "swap_time"),
@@ -41,7 +41,7 @@ _KINDS = {
     recovery.CHECKPOINT: ("--save", "a checkpoint, a warm restart", "the steps since it was written", "restart_time"),
     recovery.END: ("", "", "the run, until somebody starts it again", ""),
 }  # fmt: skip
-"""Rung -> flag, what it needs, what it loses, and the key of the time that it takes (ft plan buy)."""
+"""Level -> flag, what it needs, what it loses, and the key of the time that it takes (ft plan buy)."""
 _MODES = {"off": (HOT_SWAP,), CHECKFREE: (HOT_SWAP, CHECKFREE), CHECKFREE_PLUS: (HOT_SWAP, CHECKFREE_PLUS)}
 
 
@@ -95,14 +95,14 @@ def _typical(asked: Scenario) -> Iterator[tuple[str, str, Scenario]]:
 
 def _overview(cases: Iterable[tuple[str, str, Decision]]) -> dict[str, Any]:
     kinds = [dict(zip(_COLUMNS, (name, *row[:3], _takes(row[3])), strict=True)) for name, row in _KINDS.items()]
-    told = [{"what": what, "checkfree": mode, "rung": d.rung, "reason": d.reason} for what, mode, d in cases]
-    return {"rungs": kinds, "cases": told}
+    told = [{"what": what, "checkfree": mode, "level": d.level, "reason": d.reason} for what, mode, d in cases]
+    return {"levels": kinds, "cases": told}
 
 
 def _overview_text(cases: Iterable[tuple[str, str, Decision]]) -> str:
     kinds = [(str(n), name, *row[:3], _takes(row[3])) for n, (name, row) in enumerate(_KINDS.items(), 1)]
-    rows = [(what, mode, found.rung, _why(found)) for what, mode, found in cases]
-    heads = ("", *_COLUMNS), ("what happened", "CheckFree", "rung", "because")
+    rows = [(what, mode, found.level, _why(found)) for what, mode, found in cases]
+    heads = ("", *_COLUMNS), ("what happened", "CheckFree", "level", "because")
     return "\n\n".join((table(heads[0], kinds), table(heads[1], rows)))
 
 
@@ -115,7 +115,7 @@ def _takes(key: str) -> str:
 
 
 def _why(decision: Decision) -> str:
-    """Return the reason of a decision; for a restart, why the rungs before it cannot be used."""
+    """Return the reason of a decision; for a restart, why the levels before it cannot be used."""
     _, found, against = decision.reason.partition(f"{AGAINST}: ")
     return against.split(";")[0] if found else decision.reason
 
@@ -141,29 +141,29 @@ def _waits(decision: Decision) -> list[tuple[str, float]]:
 def _text(replica: int, scenario: Scenario, decision: Decision) -> str:
     lost = ", ".join(map(str, sorted(scenario.lost.get(replica, ()))))
     what = f"logical rank(s) {lost} lost" if lost else "no worker lost"
-    rows = [(str(at), rung, why.splitlines()[0]) for at, rung, why in _rungs(decision)]
+    rows = [(str(at), level, why.splitlines()[0]) for at, level, why in _levels(decision)]
     waits = _waits(decision)
     named = ", ".join(f"{name} {seconds(limit)}" for name, limit in waits)
     limit = f"at most {seconds(sum(limit for _, limit in waits))} ({named})" if waits else "for nothing"
     return "\n".join(
         (
-            f"replica {replica}, {what}: {decision.rung}",
+            f"replica {replica}, {what}: {decision.level}",
             f"  loses  {_loses(decision)}",
             f"  waits  {limit}",
             "",
-            table(("", "rung", "why it is taken, or not"), rows),
+            table(("", "level", "why it is taken, or not"), rows),
         )
     )
 
 
-def _rungs(decision: Decision) -> Iterable[tuple[int, str, str]]:
-    """Yield (number, rung, why) down to the rung that is taken; rungs that had nothing to say are left out."""
-    for number, rung in enumerate(LADDER, 1):
-        if rung == decision.rung:
-            yield number, rung, decision.reason
+def _levels(decision: Decision) -> Iterable[tuple[int, str, str]]:
+    """Yield (number, level, why) down to the level that is taken; levels that had nothing to say are left out."""
+    for number, level in enumerate(LADDER, 1):
+        if level == decision.level:
+            yield number, level, decision.reason
             return
-        if rung in decision.refused:
-            yield number, rung, decision.refused[rung]
+        if level in decision.refused:
+            yield number, level, decision.refused[level]
 
 
 def _loses(decision: Decision) -> str:
@@ -182,7 +182,7 @@ def _values(replica: int, scenario: Scenario, decision: Decision) -> dict[str, A
     return {
         "replica": replica,
         "lost": sorted(scenario.lost.get(replica, ())),
-        "rung": decision.rung,
+        "level": decision.level,
         "reason": decision.reason,
         "refused": dict(decision.refused),
         "step": None if plan is None else plan.step,

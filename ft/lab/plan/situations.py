@@ -1,6 +1,6 @@
 """A job after a fault: the question of ``ft plan policy``, and the situation of each damaged replica.
 
-A situation is what ``ft.job.control.recovery.decide`` gets: it chooses the rung of the recovery ladder from it.
+A situation is what ``ft.job.control.recovery.decide`` gets: it chooses the level of the recovery ladder from it.
 """
 
 import argparse

@@ -99,7 +99,7 @@ class Host:
         """Drop all packets that leave the host (``out``) or reach it (``into``); neither side is notified."""
         self._impair(out, into, blocked=True)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Remove all impairments: no packet is blocked, lost, delayed or throttled."""
         self._impair(True, True, blocked=False, loss=0.0, delay_s=0.0, rate=0.0)
 

@@ -177,7 +177,7 @@ class Checks:
         for decision in decisions:
             for note in decision.events:
                 if note.name == events.REPAIR_ORDERED:
-                    self._check_rung(note.values["rung"], decision.orders[0])
+                    self._check_level(note.values["level"], decision.orders[0])
         if self._cluster.lines is not None and (decisions or not isinstance(report, m.AgentBeat | None)):
             said = "time passes" if report is None else m.encode(report)
             self._cluster.note("{}", said if len(said) < 300 else said[:297] + "...")
@@ -382,8 +382,8 @@ class Checks:
         self.redone += self.committed - order.step
         self.committed = order.step
 
-    def _check_rung(self, rung: str, order: m.Repair) -> None:
-        """Check that a repair is of the rung of the recovery ladder that the control plane names."""
+    def _check_level(self, level: str, order: m.Repair) -> None:
+        """Check that a repair is of the level of the recovery ladder that the control plane names."""
         joiners = self._opens[order.epoch].joiners
         taken_over = [r for r, source in order.sources.items() if r not in joiners and source.owned != r]
         if order.rebuilt or order.lent:
@@ -392,8 +392,8 @@ class Checks:
             right = (recovery.COPY,)
         else:
             right = (recovery.STANDBY, recovery.COPY) if joiners else (recovery.IN_PLACE,)
-        if rung not in right:
-            self.fail(f"the repair of epoch {order.epoch} is called {rung!r}, it is {' or '.join(right)}: {order}")
+        if level not in right:
+            self.fail(f"the repair of epoch {order.epoch} is called {level!r}, it is {' or '.join(right)}: {order}")
 
     def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
         """Check a rebuild of lost pipeline stages from adjacent stages (CheckFree, section 4): only whole stages are

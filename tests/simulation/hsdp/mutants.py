@@ -235,9 +235,9 @@ PLANTS += (
     Mutant("answers on a leader's first connection", Dispatch, "_welcome", _entry_is_kept("_leaders")),
     Mutant("an estimate has the name of the exact state", values, "estimated", lambda _: lambda lineage, *__: lineage),
     Mutant("two estimates have one name", values, "estimated", lambda right: lambda lineage, *_: right(lineage, 0, 0)),
-    Mutant("forgets how far a mended replica is", reactions, "hello", lambda right: lambda *given: right(*given[:5])),
+    Mutant("forgets how far a repaired replica is", reactions, "hello", lambda right: lambda *given: right(*given[:5])),
     Mutant(
-        "a mended replica leaves before the last checkpoint",
+        "a repaired replica leaves before the last checkpoint",
         Steps,
         "__init__",
         lambda right: lambda self, *given: right(self, *given[:6]),

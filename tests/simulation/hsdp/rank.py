@@ -116,7 +116,7 @@ class Rank:
         steps, shape = self.steps, self.world.shape
         while self.world.last_step is None or self.held.step < self.world.last_step:
             computes = await steps.begins()
-            self.life.agent.mended(self.life)
+            self.life.agent.repaired(self.life)
             if computes:
                 self.world.at("begins", self)
                 block, self._loader = self._loader, self._loader + 1

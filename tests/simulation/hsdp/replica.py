@@ -31,7 +31,7 @@ and the handover of the quorum from the client to the agreement thread.
 """
 _SPREAD_S = (0.0005, 0.004)
 """Virtual seconds (least, most) of a message between the ranks of a replica."""
-_MENDED = 0.3
+_REPAIRED = 0.3
 """Duration of the replacement of a worker in place, as a share of that of a new life."""
 
 
@@ -70,10 +70,10 @@ class Agent:
 
     def _close(self, life: "Life", reason: str) -> None:
         if self.life is life and not life.is_closing:
-            life.is_mending = self.world.mending.random() < self.world.shape.mends and not life.has_given_up
-            if life.is_mending and self._notice is None and any(rank.is_alive for rank in life.ranks[:2]):
+            life.is_repairing = self.world.repairing.random() < self.world.shape.mends and not life.has_given_up
+            if life.is_repairing and self._notice is None and any(rank.is_alive for rank in life.ranks[:2]):
                 with _links(self.world, self.replica, None):
-                    self._notice = clients.Notice(Path("."), self.replica, life.number, "token", clients.MENDS)
+                    self._notice = clients.Notice(Path("."), self.replica, life.number, "token", clients.REPAIRS)
             life.close(reason)
             self.world.time.after(self.world.rng.uniform(*_CLOSING_S), self._end, life, reason)
 
@@ -83,14 +83,14 @@ class Agent:
         life.end()
         self.life = None
         self.world.note("replica {}: life {} is over: {}", self.replica, life.number, reason)
-        restored = self._restored(life) if life.is_mending else None
+        restored = self._restored(life) if life.is_repairing else None
         in_place = restored is not None
         if in_place and self.world.fetching.random() < self.world.shape.fetches:
             self.world.note("replica {}: has lost a part of {}", self.replica, restored.name)
             restored = None
         if not in_place:
-            self.mended(None)
-        share = _MENDED if in_place else 1.0
+            self.repaired(None)
+        share = _REPAIRED if in_place else 1.0
         seconds = share * self.world.shape.build_s * self.world.rng.uniform(0.7, 1.3)
         self.build(seconds, restored, in_place=in_place)
 
@@ -101,7 +101,7 @@ class Agent:
         """
         ranks = [set(rank.snapshots) for rank in life.ranks]
         found = max(set.intersection(*ranks), key=lambda held: held.name, default=None)
-        if found is None or self.world.mending.random() >= self.world.shape.estimates:
+        if found is None or self.world.repairing.random() >= self.world.shape.estimates:
             return found
         if found.step == 0:
             return None
@@ -113,7 +113,7 @@ class Agent:
         self.world.note("replica {}: estimates {}", self.replica, estimate.name)
         return estimate
 
-    def mended(self, life: "Life | None") -> None:
+    def repaired(self, life: "Life | None") -> None:
         """End the notice that a worker is being replaced: ``life`` has reported again, or (None) there is none."""
         if self._notice is not None and (life is None or life is self.life):
             self._notice.close()
@@ -136,7 +136,7 @@ class Life:
         in_place: whether it goes on with the processes of the life before, but for the lost ones.
         has_given_up: whether a rank has ended itself, because there is neither a state nor a checkpoint.
         is_closing: whether the agent has told the processes that one of them was lost.
-        is_mending: whether the replica replaces the lost one in place.
+        is_repairing: whether the replica replaces the lost one in place.
         is_over: whether the agent has ended the processes.
         ranks: the worker processes; rank 0 is the leader.
         quorum: the last quorum that the leader received.
@@ -151,7 +151,7 @@ class Life:
     def __init__(self, agent: Agent, number: int, restored: Held | None = None, *, in_place: bool = False):
         self.agent, self.world, self.number, self.restored = agent, agent.world, number, restored
         self.in_place = in_place
-        self.is_closing = self.is_over = self.is_mending = self.has_given_up = False
+        self.is_closing = self.is_over = self.is_repairing = self.has_given_up = False
         self.quorum: Quorum | None = None
         self.aside_since: float | None = None
         self.undone: set[int] = set()
@@ -173,7 +173,7 @@ class Life:
         self.is_closing = True
         for rank in self.ranks:
             if rank.is_alive and rank.awake_at <= self.world.time.now:
-                if rank.index == 0 and self.is_mending:
+                if rank.index == 0 and self.is_repairing:
                     self.client.abandon(reason)
                 elif rank.index == 0:
                     self.client.leave(reason)

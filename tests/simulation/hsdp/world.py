@@ -33,13 +33,13 @@ class World(engine.World):
     """The state of one simulated run.
 
     Args:
-        rng: source of all randomness but that of ``mending`` and ``fetching``.
+        rng: source of all randomness but that of ``repairing`` and ``fetching``.
         shape: parameters of the run.
         schedule: the faults.
         lines: event log to append to, None if no log is needed.
 
     Attributes:
-        mending: source of what is decided about lost workers, so that the rest of a history does not depend on it.
+        repairing: source of what is decided about lost workers, so that the rest of a history does not depend on it.
         fetching: source of what is decided about lost states.
         standing: the quorum server that the lease record names (the file ``quorum.json``); clients connect to it.
         lease_term: the server's term in the lease record.
@@ -56,7 +56,7 @@ class World(engine.World):
     def __init__(self, rng: random.Random, shape: Shape, schedule: Schedule, lines: list[str] | None):
         super().__init__(rng, lines)
         self.shape, self._schedule, self.limits = shape, schedule, LIMITS
-        self.mending = random.Random(f"mending {shape!r}")
+        self.repairing = random.Random(f"mending {shape!r}")
         self.fetching = random.Random(f"fetching {shape!r}")
         self.checks = Checks(self)
         self.standing: Server

@@ -276,7 +276,7 @@ def row_values(asked: Scenario, row: Any) -> dict[str, Any]:
         "corruption_caught": made.twice,
         "shares": row.shares,
         "counts": row.totals,
-        "rungs": row.rungs,
+        "levels": row.levels,
         "rests_on": rests_on(row),
     }
 

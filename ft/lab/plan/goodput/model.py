@@ -99,7 +99,7 @@ class Row:
         hour_lost: share of runs that lose more than an hour of computing at once.
         totals: counts of the simulation: failures, swaps, restarts, rebuilds, losses, steps, seconds, and how many of
             these are spent waiting for nodes.
-        rungs: what happens -> rung of the ladder that follows, by the control plane.
+        levels: what happens -> level of the ladder that follows, by the control plane.
     """
 
     protection: Protection
@@ -114,7 +114,7 @@ class Row:
     idle_gpus: float
     hour_lost: float
     totals: dict[str, float]
-    rungs: dict[str, str] = field(default_factory=dict)
+    levels: dict[str, str] = field(default_factory=dict)
 
     def days(self, asked: Scenario) -> float:
         """Return the days that the run takes."""
@@ -154,7 +154,7 @@ def allowed() -> Iterator[tuple[str, ...]]:
 
 @cache
 def follows(names: tuple[str, ...]) -> dict[str, str]:
-    """Return what the control plane does: name of a fault -> rung of the recovery ladder."""
+    """Return what the control plane does: name of a fault -> level of the recovery ladder."""
     protect = [LADDER_HOT_SWAP] * (HOT_SWAP in names)
     protect += [CHECKFREE_PLUS if SWAPPED in names else CHECKFREE] * (STAGES in names)
     replicas, redundancy = 8 if REPLICAS in names else 1, 2 if STACKS in names else 0
@@ -167,7 +167,7 @@ def follows(names: tuple[str, ...]) -> dict[str, str]:
         "a node is lost, no standby is there": replace(base, lost={0: one}),
         "a node and all copies are lost": replace(base, standbys=2, lost={0: pair}),
     }
-    return {what: decide(situations(case)[0]).rung for what, case in cases.items()}
+    return {what: decide(situations(case)[0]).level for what, case in cases.items()}
 
 
 def replica_gpus(asked: Scenario) -> int:

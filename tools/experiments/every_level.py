@@ -1,11 +1,11 @@
-"""One run in which the recovery ladder is used from its first rung to its last, and a picture of it.
+"""One run in which the recovery ladder is used from its first level to its last, and a picture of it.
 
-    python tools/experiments/every_rung.py --into FOLDER --plot tools/experiments/results/every_rung.png \\
-        > tools/experiments/results/every_rung.txt
+    python tools/experiments/every_level.py --into FOLDER --plot tools/experiments/results/every_level.png \\
+        > tools/experiments/results/every_level.txt
 
 Two replicas of four data-parallel workers, with a standby each, hot-swap and CheckFree; a few minutes on 2 cores. Each
-planned loss needs a rung that the earlier ones do not. Reordering (SPARe) takes the place of "another replica" in a run
-with SPARe, which has no such rung, and is in no run beside it.
+planned loss needs a level that the earlier ones do not. With SPARe, reordering takes the place of "another replica", so
+that this run cannot have both.
 """
 
 import argparse
@@ -34,12 +34,12 @@ LIMIT_S = 420.0
 
 @dataclass(frozen=True)
 class Loss:
-    """A planned loss: its step, its fault, {replica: ranks} that it strikes, and the rung that has to follow."""
+    """A planned loss: its step, its fault, {replica: ranks} that it strikes, and the level that has to follow."""
 
     step: int
     fault: str
     struck: dict[int, tuple[int, ...]]
-    rung: str
+    level: str
 
     @property
     def committed(self) -> int:
@@ -73,19 +73,19 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, required=True, help="folder for what the run writes")
     parser.add_argument("--again", action="store_true", help="run nothing, and show the run that is there")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of the losses and the rungs, as PNG")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of the losses and the levels, as PNG")
     given = parser.parse_args(argv)
     done = replica_runs.Done(0, "", given.into / "run") if given.again else _run(given.into)
-    found = [(loss, _rung(done, loss)) for loss in LOSSES]
+    found = [(loss, _level(done, loss)) for loss in LOSSES]
     rows = [
-        (str(loss.step), loss.fault, _struck(loss), loss.rung, seen or "another rung", _seconds(done, loss))
+        (str(loss.step), loss.fault, _struck(loss), loss.level, seen or "another level", _seconds(done, loss))
         for loss, seen in found
     ]
-    print("$ python tools/experiments/every_rung.py")
-    print(table(("step", "fault", "strikes", "rung", "seen", "seconds"), rows))
+    print("$ python tools/experiments/every_level.py")
+    print(table(("step", "fault", "strikes", "level", "seen", "seconds"), rows))
     if given.plot:
         _plot(done, given.plot)
-    return 0 if all(seen == loss.rung for loss, seen in found) else 1
+    return 0 if all(seen == loss.level for loss, seen in found) else 1
 
 
 def _run(into: Path) -> replica_runs.Done:
@@ -106,22 +106,22 @@ def _events(done: replica_runs.Done, replica: int) -> list[events.Event]:
     return events.read(done.folder / f"replica-{replica}" / "events.jsonl")
 
 
-def _rung(done: replica_runs.Done, loss: Loss) -> str:
-    """Return the rung that followed the loss on the replicas that it struck, "" if they took different ones."""
-    taken = {_rung_of(done, loss, replica) for replica in loss.struck}
+def _level(done: replica_runs.Done, loss: Loss) -> str:
+    """Return the level that followed the loss on the replicas that it struck, "" if they took different ones."""
+    taken = {_level_of(done, loss, replica) for replica in loss.struck}
     return taken.pop() if len(taken) == 1 else ""
 
 
-def _rung_of(done: replica_runs.Done, loss: Loss, replica: int) -> str:
+def _level_of(done: replica_runs.Done, loss: Loss, replica: int) -> str:
     after = iter(_events(done, replica))
     for event in after:
         if event.name == events.FAULT_INJECTED and event.step == loss.committed:
             break
     for event in after:
         if event.name == events.REPAIR_ORDERED:
-            return event.detail["rung"]
+            return event.detail["level"]
         if event.name == events.RESTARTED:
-            return recovery.CHECKPOINT if _has_no_state(done, replica, event.wall) else event.detail["rung"]
+            return recovery.CHECKPOINT if _has_no_state(done, replica, event.wall) else event.detail["level"]
         if event.name == events.STOPPED:
             return recovery.END
     return ""
@@ -155,7 +155,7 @@ def _plot(done: replica_runs.Done, file: str) -> None:
     began = steps[0].when
     kept = [(step.when - began, told[step.number]) for step in steps]
     redone = [(step.when - began, told[step.number]) for step in again]
-    figure, place = axes.rows("One run, every rung of the recovery ladder", [3.6])
+    figure, place = axes.rows("One run, every level of the recovery ladder", [3.6])
     axes.plain(place, "loss by the time of the commit; crosses are steps that were done again", pad=60)
     place.plot(*zip(*kept, strict=True), color=palette.LOSS, linewidth=1.2, marker=".", markersize=4)
     if redone:
@@ -165,7 +165,7 @@ def _plot(done: replica_runs.Done, file: str) -> None:
         at = min((e.wall - began for e in done.injected() if e.step == loss.committed), default=None)
         if at is not None:
             place.axvline(at, color=palette.FAULT, linewidth=0.8, linestyle="--")
-            place.text(at, top, f" {loss.rung}", rotation=45, va="bottom", ha="left", **axes.STYLE)
+            place.text(at, top, f" {loss.level}", rotation=45, va="bottom", ha="left", **axes.STYLE)
     place.set_xlabel("seconds", **axes.STYLE)
     figure.savefig(file, format="png")
 
