@@ -14,6 +14,7 @@ from hsdp_conversations import PLAYERS as REPLICATED
 from judgement_conversations import PLAYERS as JUDGED
 from ladder_conversations import PLAYERS as LADDER
 from launch_conversations import PLAYERS as STARTED
+from part_conversations import PLAYERS as PARTS
 from record_conversations import Hang, Record, Recoveries
 from trainer_conversations import PLAYERS as TRAINED
 from value_conversations import PLAYERS as VALUED
@@ -22,6 +23,7 @@ PLAYERS = {
     **{"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record},
     **JUDGED,
     **LADDER,
+    **PARTS,
     **REPLICATED,
     **STARTED,
     **TRAINED,
