@@ -39,7 +39,7 @@ faults:
 
 PAGE = "docs/what_happens_when.md"
 TIMES = "tools/experiments/results/fault_campaign.json"
-_NEEDS = {ROOT: "root", GPU: "a GPU", DMR: "--ft-dmr or --ft-dmr-plan"}
+_NEEDS = {ROOT: "root", GPU: "a GPU, and none has run it", DMR: "--ft-dmr or --ft-dmr-plan"}
 _HEAD = """# What happens when X fails
 
 `ft faults --markdown` generates this page from `ft/faults/table.py`, which `ft run --inject` and the tests use, too.

@@ -471,7 +471,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             how="node=n1",
             where=NETWORK_OF_NODE,
             outcome=REPLACED,
-            seen="node n1 is lost: nothing was heard of its agent for 3 s",
+            seen="node n1 is lost: nothing was heard of its agent for 3.5 s",
             sign=LOST,
             needs=ROOT,
         ),

@@ -187,7 +187,7 @@ class Layer:
         return work()
 
     def metrics(self) -> dict[str, float]:
-        """Return figures of the last step for the metrics file and TensorBoard, by name, the same on every rank."""
+        """Return figures of the last step for the metrics file, by name, the same on every rank."""
         return {}
 
     def share(self, samples: int) -> int:

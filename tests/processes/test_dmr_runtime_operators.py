@@ -44,66 +44,6 @@ def test_every_operator_of_torch_has_a_nature():
             assert position is None or func._schema.arguments[position].name == name
 
 
-EXECUTED = {
-    "mm": (aten.mm.default, ()),
-    "add.Tensor": (aten.add.Tensor, ()),
-    "native_layer_norm_backward": (aten.native_layer_norm_backward.default, ()),
-    "_softmax": (aten._softmax.default, ()),
-    "embedding_dense_backward": (aten.embedding_dense_backward.default, ()),
-    "add_.Tensor": (aten.add_.Tensor, ((0, "self"),)),
-    "index_put_": (aten.index_put_.default, ((0, "self"),)),
-    "exp.out": (aten.exp.out, ((None, "out"),)),
-    "_foreach_mul_.Scalar": (aten._foreach_mul_.Scalar, ((0, "self"),)),
-    "_foreach_norm.Scalar": (aten._foreach_norm.Scalar, ()),
-    "clone": (aten.clone.default, ()),
-    "_to_copy": (aten._to_copy.default, ()),
-    "zeros": (aten.zeros.default, ()),
-    "arange.start": (aten.arange.start, ()),
-    "max.dim_max": (aten.max.dim_max, ((None, "max"), (None, "max_values"))),
-}
-
-
-@pytest.mark.parametrize("name", EXECUTED)
-def test_operators_that_compute(name):
-    func, writes = EXECUTED[name]
-    kind = properties_of(func)
-    assert (kind.name, kind.executes, kind.communicates, kind.written) == (name, True, False, writes)
-    assert not kind.random
-
-
-@pytest.mark.parametrize(
-    "func",
-    [
-        *(aten.view.default, aten.t.default, aten.split.Tensor, aten.expand.default, aten.detach.default),
-        *(aten.as_strided.default, aten._unsafe_view.default, aten.unbind.int, aten.slice.Tensor, aten.alias.default),
-        *(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default),
-        *(aten._local_scalar_dense.default, aten.is_same_size.default, aten.equal.default, aten.lift_fresh.default),
-        *(aten.set_.source_Storage, aten.resize_.default, aten.squeeze_.dim, aten.transpose_.default),
-        *(aten.detach_.default, aten.t_.default, aten.as_strided_.default),
-    ],
-    ids=str,
-)
-def test_what_is_not_executed_again(func):
-    assert not properties_of(func).executes
-
-
-@pytest.mark.parametrize("func", [aten.squeeze_.dim, aten.set_.source_Storage, aten.resize_.default], ids=str)
-def test_who_waits_for_a_tensor_hears_that_it_becomes_another(func):
-    assert properties_of(func).written == ((0, "self"),)
-
-
-RANDOM = (
-    *(aten.bernoulli_.float, aten.bernoulli.default, aten.native_dropout.default, aten.rand.default, aten.randn_like),
-    *(aten.normal_.default, aten.uniform_.default, aten.multinomial.default, aten.randperm.default, aten.randint.low),
-    *(aten.exponential_.default, aten.random_.default, aten._scaled_dot_product_efficient_attention.default),
-)
-
-
-@pytest.mark.parametrize("func", RANDOM, ids=str)
-def test_who_draws(func):
-    assert properties_of(getattr(func, "default", func)).random
-
-
 def test_collectives_are_not_repeated_and_write():
     kind = properties_of(torch.ops.c10d.allreduce_.default)
     assert (kind.executes, kind.communicates, len(kind.written)) == (False, True, 1)

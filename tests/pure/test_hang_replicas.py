@@ -1,5 +1,4 @@
-"""Hangs of runs of replicas: inspections of several replicas are one inspection, and the rank at fault is found across
-them."""
+"""Hangs of runs of replicas: inspections of several replicas are one, and the rank at fault is found across them."""
 
 import json
 import os
@@ -20,10 +19,9 @@ from ft.faults.hang.inspection import (
 )
 from ft.faults.hang.replicas import combine
 from ft.job.control.inspections import judge
-from ft.job.replicas.launcher import Company, begun
+from ft.job.replicas.launcher import Company
 from ft.observe.diagnose.hang import as_text
 from ft.record import inspections as record
-from ft.record.inspections import together
 from ft.record.run import replicas
 
 DP, AGREEMENT = "DP/3", "AGREEMENT/9"
@@ -80,8 +78,7 @@ def test_the_control_plane_of_a_replica_hears_of_its_own_ranks_only():
 
 
 def moment(step, busy):
-    """An inspection of three replicas in this step: one rank computes, the other one of its replica waits for it
-    there."""
+    """An inspection of three replicas in this step: one rank computes, the other of its replica waits for it there."""
     inspections = {}
     for number in range(3):
         waits = [ring(0, step), ring(1, step)] if number != busy[0] else [dp(step), dp(step)]
@@ -132,18 +129,6 @@ def test_a_stopped_process_is_named_even_if_its_replica_has_just_moved():
 
     found = over_time([inspection(4), inspection(5)])
     assert [(cause.rank, cause.kind) for cause in found.causes] == [(1, "stopped")]
-
-
-def test_inspections_at_different_replicas_within_seconds_are_one_moment():
-    found = together([(100.0, 0, 1), (101.0, 1, 4), (100.2, 2, 1), (101.1, 0, 2), (200.0, 1, 5)])
-    assert found == [{0: 1, 2: 1, 1: 4}, {0: 2}, {1: 5}]
-
-
-def test_inspections_that_replicas_begin_by_themselves_are_told_from_those_somebody_asked_for():
-    before = {0: [0, ""], 1: [3, "a stall"], 2: None}
-    now = {0: [1, ""], 1: [4, "a standstill"], 2: [1, "a stall"], 3: [2, "a stall"]}
-    assert begun(before, now) == {0: "", 1: "a standstill", 2: "a stall"}
-    assert begun(now, now) == {} and begun({1: [4, "x"]}, {1: [0, ""]}) == {}
 
 
 def test_when_one_replica_makes_an_inspection_the_launcher_of_its_first_node_asks_the_others(tmp_path):
