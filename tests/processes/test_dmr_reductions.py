@@ -1,4 +1,4 @@
-"""Results of all-reduces: who came to another one than most is told from the others, without an inspection of clean ones; and
+"""Results of all-reduces: who came to another one than most is told from the others, without a look at clean ones; and
 sums of blocks of elements, by which the sums of communication libraries are verified."""
 
 import math

@@ -715,7 +715,7 @@ def test_what_other_threads_wait_for_does_not_hide_that_the_training_thread_wait
 
 
 def ages_of_operations(address):
-    """Rank 1 starts its part of each operation late. Rank 0 inspections at the ages from another thread meanwhile."""
+    """Rank 1 starts its part of each operation late. Rank 0 looks at the ages from another thread meanwhile."""
     worker = Worker(address)
     part = dist.new_group([0, 1], group_desc="part")
     ages = worker.groups.oldest_unfinished

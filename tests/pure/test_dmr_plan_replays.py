@@ -209,7 +209,7 @@ def test_what_never_fits_does_not_crowd_out_what_does():
     assert plan(trace, 40.0).predicted.exposed_us == 1000.0
 
 
-def test_a_queue_that_lives_on_decides_as_one_that_is_inspectioned_at_anew_each_time(seed):
+def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time(seed):
     rng = random.Random(seed)
     for _ in range(40):
         waiting, entries = Waiting(), []
