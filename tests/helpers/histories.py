@@ -59,7 +59,7 @@ class History:
         ranks = [int(rank) for rank in taken]
         self.say(at, events.EPOCH_OPENED, epoch=self.epoch, seats=dict(self.seats), joiners=ranks, fresh=False)
 
-    def repair(self, at: float, step: int) -> None:
+    def repair(self, at: float, step: int = 20) -> None:
         """Add the events from the last release to the next step, which is 0.31 s after `at`."""
         e = self.epoch
         self.say(at, events.RELEASED, epoch=e - 1)
@@ -69,7 +69,7 @@ class History:
         self.say(at + 0.241, events.INVARIANTS_CHECKED, epoch=e, violations=[])
         self.say(at + 0.31, events.RESUMED, epoch=e, step=step)
 
-    def replacement(self, at: float, rank: int, by: str, step: int) -> None:
+    def replacement(self, at: float, rank: int, by: str, step: int = 20) -> None:
         """Add a whole recovery: a fault injected `at`, detected 0.02 s later, recovered 0.4 s after it."""
         self.inject(at, rank)
         self.detect(at + 0.02, rank, step)

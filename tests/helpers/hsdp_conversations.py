@@ -20,6 +20,8 @@ from ft.systems.hsdp import commits
 class Hsdp(Player):
     """A run of replicas, made by hand; each ``new`` one has a folder of its own, which is RUN from then on."""
 
+    plays = "run"
+
     def __init__(self, folder):
         super().__init__(folder)
         self._root, self._count = folder, 0
@@ -32,7 +34,6 @@ class Hsdp(Player):
         """All replicas start; ``how``: fields of :class:`hsdp_runs.Run`."""
         self._new()
         self.run = Run(self.folder, **how)
-        return []
 
     def do_from_checkpoint(self):
         """Another run goes on in a new folder from the state of the one before."""
@@ -40,42 +41,18 @@ class Hsdp(Player):
         held = self.run.state[0]
         self.run = Run(self.folder)
         self.run.begin(changed_held(held, lineage=0))
-        return []
-
-    def do_steps(self, count):
-        self.run.steps(count)
-        return []
 
     def do_step(self, by=None, took=None):
         """A step that the replicas ``by`` commit, or all; it can be gone back to."""
         self.checkpoint = self.run.step(by=None if by is None else set(by), took=took)
-        return []
 
     def do_again(self, replicas):
         """The whole run resumes from the last single step, with so many replicas."""
         self.run.again(self.checkpoint, replicas)
-        return []
-
-    def do_dies(self, replica):
-        self.run.dies(replica)
-        return []
-
-    def do_builds(self, replica):
-        self.run.builds(replica)
-        return []
-
-    def do_returns(self, replica):
-        self.run.returns(replica)
-        return []
-
-    def do_finish(self):
-        self.run.finish()
-        return []
 
     def do_host(self, replica, node, machine):
         told = {"interfaces": {}, "about": {}, "paths": {}, "host": "10.0.0.1", "clock": 0.0}
         self.run.own(replica, events.AGENT_JOINED, node=node, machine=machine, **told)
-        return []
 
     def do_rewrite(self, *steps, of=None, **values):
         """Replicas (``of``, or all) have written these fields of the commits of some steps, or of all steps, wrongly.
@@ -86,7 +63,6 @@ class Hsdp(Player):
         for replica in range(self.run.replicas) if of is None else of:
             lines = [self._wrong(one, steps, values) for one in commits.read(self.folder / f"replica-{replica}")]
             self._write(replica, lines)
-        return []
 
     def _wrong(self, one, steps, values):
         if steps and one.step not in steps:
@@ -104,7 +80,6 @@ class Hsdp(Player):
         for replica in range(self.run.replicas):
             lines = commits.read(self.folder / f"replica-{replica}")
             self._write(replica, [one for one in lines if one.step not in steps])
-        return []
 
     def _write(self, replica, lines):
         text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
@@ -114,24 +89,20 @@ class Hsdp(Player):
         """The folder of a replica is gone."""
         self.run.close()
         shutil.rmtree(self.folder / f"replica-{replica}")
-        return []
 
     def do_without_events(self):
         self.run.close()
         for path in self.folder.rglob("events.jsonl"):
             path.unlink()
-        return []
 
     def do_bare(self, replica):
         """There is nothing but the folder of a replica."""
         self._new()
         (self.folder / f"replica-{replica}").mkdir(parents=True)
-        return []
 
     def do_planned(self, replica, kind, step):
         path = self.folder / f"replica-{replica}" / "faults.n0.json"
         faults.write(path, [faults.Fault(1, kind, step=step, rank=0)])
-        return []
 
     def do_tell(self):
         """Show what is made of the records: steps, audit, incidents, times, and states of the replicas."""
@@ -164,11 +135,6 @@ class Hsdp(Player):
         """Show over what the losses are drawn, and the first and the last point."""
         losses = load(self.folder).losses
         return [f"over {losses.over}: {losses.points[0]} to {losses.points[-1]}"]
-
-    def do_at(self, seconds):
-        """The commands of ``ft`` that follow are run so many seconds after the start of the run."""
-        self.now = seconds
-        return []
 
     def ft(self, words):
         self.run.close()

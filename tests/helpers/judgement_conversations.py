@@ -26,7 +26,6 @@ class Errors(Player):
     def do_errors(self):
         """A run of which nothing is known."""
         self.errors = []
-        return []
 
     def do_error(self, rank, *chain, when=0.0, name="work", trace="a stack", worker="", **values):
         """A worker has raised ``KIND: message``, after the exceptions before it in the chain; without one: it was seen
@@ -36,7 +35,6 @@ class Errors(Player):
         raised = tuple(Raised((kind,), message, frames) for kind, _, message in pairs)
         place = (worker or f"n0.w{rank}", "n0", rank)
         self.errors.append(CrashError(*place, raised, trace if chain else "", when=when, **values))
-        return []
 
     def do_cause(self, **how):
         found = first_cause(self.errors, **how)
@@ -87,12 +85,10 @@ class Health(Player):
     def do_before(self, *observed, when=100.0):
         """An earlier reading: lists of device, name, value, kind and perhaps the text of each observation."""
         self.earlier = self._reading(observed, when)
-        return []
 
     def do_alone(self):
         """There is no earlier reading."""
         self.earlier = None
-        return []
 
     def do_now(self, *observed, when=100.0):
         """Show what is found in a reading, the most severe first."""
@@ -177,13 +173,11 @@ class Judgements(Player):
     def do_views(self):
         """Nothing is known of any worker."""
         self.views = {}
-        return []
 
     def do_view(self, worker, doing="compute", since_s=0.0, step_s=0.1, beat_s=0.0, age_s=0.0, at_step_s=0.0, **more):
         """A worker's heartbeat was ``beat_s`` old when its agent sent it on, which is ``age_s`` ago."""
         beat = Beat(beat_s, 0, 5, doing, since_s, "here", step_s, 0, at_step_s=at_step_s)
         self.views[worker] = WorkerView(beat, age_s, **more)
-        return []
 
     def do_look(self):
         """Show who is found to delay the others, and whether all stand still."""
@@ -201,12 +195,10 @@ class Judgements(Player):
     def do_holdings(self):
         """Nobody holds a snapshot."""
         self.held = {}
-        return []
 
     def do_hold(self, rank, own, **copies):
         """The worker of this rank holds these steps: its own, and copies (``of0=[5]``: of rank 0)."""
         self.held[rank] = Holdings(own, {int(key.removeprefix("of")): steps for key, steps in copies.items()})
-        return []
 
     def do_choose(self, *groups, complete=(), spoiled=()):
         """Show the sources of ranks in these groups, whose members hold the same part of the model."""
@@ -218,14 +210,12 @@ class Judgements(Player):
     def do_nodes(self):
         """There is no node."""
         self.agents = []
-        return []
 
     def do_node(self, seats, standbys=0, devices=0, unusable=(), **changes):
         """A node joins, some of whose devices may be ``unusable``; ``gone`` or ``suspect`` say why it is."""
         number = len(self.agents)
         joined = AgentJoined(f"n{number}", number, "host", seats, standbys, devices=devices)
         self.agents.append(Agent(joined, 0.0, seats, unusable=dict.fromkeys(unusable, "broken"), **changes))
-        return []
 
     def do_place(self):
         """Show where four ranks of a restart go."""
@@ -250,7 +240,6 @@ class Groups(Player):
         counts = [{int(other): number for other, number in (one or {}).items()} for one in (sent, received)]
         made = [GroupReport(name, list(ranks), used, in_flight, collectives, *counts) for name in groups]
         self.reports.setdefault(rank, []).extend(made)
-        return []
 
     def do_plan(self, *replaced):
         """Show what becomes of each group if these ranks have been replaced; the next reports begin anew."""

@@ -33,29 +33,24 @@ class Ladder(Player):
         parts = {rank: (place.pp, place.tp) for rank, place in places.items()}
         self.peers = {rank: [other for other in parts if parts[other] == part] for rank, part in parts.items()}
         self.held = {rank: Holdings([7, 6]) for rank in places}
-        return []
 
     def do_lost(self, *ranks):
         for rank in ranks:
             del self.held[rank]
-        return []
 
     def do_steps(self, *steps):
         """All who live hold these steps of their own, and no copies."""
         self.held = {rank: Holdings(list(steps)) for rank in self.held}
-        return []
 
     def do_holds(self, rank, *steps, live=None, **copies):
         """A rank holds these steps, and copies (``of1=[7]``: of rank 1); ``live``: the step of its model."""
         of = {int(key.removeprefix("of")): steps for key, steps in copies.items()}
         self.held[rank] = Holdings(list(steps), of, live)
-        return []
 
     def do_copies(self):
         """Each rank that lives holds what the one before it holds, too."""
         for rank, own in self.held.items():
             self.held[rank] = Holdings(own.own, {(rank - 1) % len(self.peers): own.own})
-        return []
 
     def do_source(self, unusable=None, **more):
         """Show where the state comes from; ``more``: further fields of the memory, such as ``spoiled``."""

@@ -42,12 +42,10 @@ class Launch(Player):
     def do_job(self, **environment):
         """From now on these variables are set, and no others."""
         self.environment = {name: str(value) for name, value in environment.items()}
-        return []
 
     def do_interfaces(self, **addresses):
         """The network interfaces of this node, with their addresses."""
         self.interfaces = {"lo": "127.0.0.1", **addresses}
-        return []
 
     def line_run(self, text):
         """Show the options of ``ft run`` with these flags, and the faults that are planned."""
@@ -62,7 +60,7 @@ class Launch(Player):
         told = " ".join(f"{name}={value}" for name, value in changed(options) if name not in ("script", "cluster"))
         script, cluster = shown(options.script), shown(options.cluster)
         return [
-            *(line.replace(str(self.folder), "RUN") for line in (script, cluster, told)),
+            *(script, cluster, told),
             ranks,
             *map(shown, faults),
         ]

@@ -67,7 +67,7 @@ FILES = {
     "def _initialize_distributed(): torch.distributed.is_initialized()\ndef _compile_dependencies(): pass\n",
     "megatron/training/global_vars.py": "def _set_tensorboard_writer(args): pass\ndef _set_wandb_writer(args): pass\n"
     "def _set_one_logger(args): pass\n",
-    "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 18\nPATCH = 2\n",
+    "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 19\nPATCH = 2\n",
 }
 
 

@@ -93,6 +93,14 @@ def kept() -> list:
     ]
 
 
+class Passing(torch.autograd.Function):
+    """Passes gradients on as they come."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
 class Scaled(torch.autograd.Function):
     """Keeps a tensor for the backward pass that it does not return."""
 
@@ -144,7 +152,7 @@ class Accumulating(torch.autograd.Function):
         return gradient.clone(), None
 
 
-class WithHistory(torch.autograd.Function):
+class WithHistory(Passing):
     """Moves a history of maxima, the next step's scale, a counter and a cache with each call, as fp8 does."""
 
     @staticmethod
@@ -162,10 +170,6 @@ class WithHistory(torch.autograd.Function):
         state.cache.setdefault(state.calls % 2, out.shape)
         return out
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone(), None
-
 
 class Random(torch.autograd.Function):
     """Draws random numbers."""
@@ -182,7 +186,7 @@ class Random(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
-class Gathering(torch.autograd.Function):
+class Gathering(Passing):
     """Computes something, communicates it to the other ranks, and computes with that."""
 
     @staticmethod
@@ -196,10 +200,6 @@ class Gathering(torch.autograd.Function):
         _run("scale", torch.stack(everybody).mean(0), 1.0, out)
         fault("gathered", out)
         return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone(), None
 
 
 class WithSetup(torch.autograd.Function):
@@ -239,7 +239,7 @@ class IntoLastingMemory(torch.autograd.Function):
         return gradient * 1.25, None
 
 
-class NotReproducible(torch.autograd.Function):
+class NotReproducible(Passing):
     """Computes something else each time."""
 
     executions = 0
@@ -249,12 +249,8 @@ class NotReproducible(torch.autograd.Function):
         NotReproducible.executions += 1
         return x * (1.0 + 2.0**-20 * NotReproducible.executions)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone(), None
 
-
-class Late(torch.autograd.Function):
+class Late(Passing):
     """Begins to change a buffer that it has only read before."""
 
     @staticmethod
@@ -262,10 +258,6 @@ class Late(torch.autograd.Function):
         if state.is_late:
             state.late.add_(1)
         return x + float(state.late[0] > 1e9)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone(), None
 
 
 class Flags:
@@ -296,7 +288,7 @@ class First(torch.autograd.Function):
         return out, None
 
 
-class Placeholder(torch.autograd.Function):
+class Placeholder(Passing):
     """Keeps memory that it does not write, with other contents each time."""
 
     @staticmethod
@@ -305,10 +297,6 @@ class Placeholder(torch.autograd.Function):
         torch.full((64,), float(NotReproducible.executions))  # its memory is taken by the next one
         ctx.save_for_backward(torch.empty(64))
         return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone(), None
 
 
 @torch.library.custom_op("planted::rows", mutates_args=())
@@ -322,7 +310,7 @@ def rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 rows.register_autograd(lambda ctx, gradient, _: gradient.clone())
 
 
-class Unwritten(torch.autograd.Function):
+class Unwritten(Passing):
     """Calls the operator, and keeps what it does not write for the backward pass."""
 
     @staticmethod
@@ -330,10 +318,6 @@ class Unwritten(torch.autograd.Function):
         out, map_ = torch.ops.planted.rows(x)
         ctx.save_for_backward(map_)
         return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clone(), None
 
 
 class Loose:

@@ -26,55 +26,24 @@ from ft.record.recoveries import recoveries
 class Recoveries(Player):
     """The history of a run, made by hand; the commands are events, with their seconds since the start of the run."""
 
+    plays = "history"
     history: History
 
     def do_history(self, world_size=4):
         """A run that trains from second 1.1 on."""
         self.history = History(world_size)
-        return []
-
-    def do_say(self, at, name, **values):
-        self.history.say(at, name, **values)
-        return []
 
     def do_inject(self, at, *ranks, **how):
         for rank in ranks:
             self.history.inject(at, rank, **how)
-        return []
 
     def do_detect(self, at, *ranks, step=20, **how):
         for rank in ranks:
             self.history.detect(at, rank, step, **how)
-        return []
-
-    def do_join(self, at, node, machine):
-        self.history.join(at, node, machine)
-        return []
-
-    def do_lose_node(self, at, node, *ranks, **how):
-        self.history.lose_node(at, node, *ranks, **how)
-        return []
 
     def do_held(self, **seats):
         """From now on these workers hold these ranks: ``r2=n1.w0``."""
         self.history.seats.update({rank[1:]: worker for rank, worker in seats.items()})
-        return []
-
-    def do_close(self, at):
-        self.history.close(at)
-        return []
-
-    def do_open(self, at, **joiners):
-        self.history.open(at, **joiners)
-        return []
-
-    def do_repair(self, at, step=20):
-        self.history.repair(at, step)
-        return []
-
-    def do_replacement(self, at, rank, by, step=20):
-        self.history.replacement(at, rank, by, step)
-        return []
 
     def do_recoveries(self):
         """Show what is told of each recovery, and what belongs to it without being told."""
@@ -140,18 +109,17 @@ class Record(Recoveries):
         self.folder, self.now = self._root / str(self._count), 0.0
         self.folder.mkdir()
         self._of = {}
-        return self._begin("", world_size, is_started)
+        self._begin("", world_size, is_started)
 
     def do_in(self, name, world_size=4):
         """What follows is the history of a run or of a replica in this folder below."""
         self._of.pop("", None)
-        return self._begin(name, world_size)
+        self._begin(name, world_size)
 
-    def _begin(self, name: str, world_size: int, is_started: bool = True) -> list[str]:
+    def _begin(self, name: str, world_size: int, is_started: bool = True) -> None:
         self.history = self._of[name] = History(world_size)
         self.history.events = self.history.events[: None if is_started else 1]
         self.place = self.folder / name
-        return []
 
     def ft(self, words):
         self._write()
@@ -171,12 +139,10 @@ class Record(Recoveries):
         self._of = {}
         for name in names:
             self._append(name, (self.place / name).read_text()[:40])
-        return []
 
     def do_bare(self):
         """There is no file of events."""
         self._of = {}
-        return []
 
     def do_page(self, *patterns):
         """Show the lines of ``report.html`` but those of its table of events; with patterns: those that have one."""
@@ -190,21 +156,16 @@ class Record(Recoveries):
         return lines[lines.index("Events") :][: number + 2]
 
     def _page(self) -> list[str]:
-        return [line.replace(str(self.folder), "RUN") for line in Page(self.folder / "report.html").lines]
+        return Page(self.folder / "report.html").lines
 
     def do_show(self, name):
         """Show a file."""
-        return (self.folder / name).read_text().replace(str(self.folder), "RUN").splitlines()
+        return (self.folder / name).read_text().splitlines()
 
     def do_at_the_end(self, *shown):
         """Show what ``ft run`` says at its end of a crash, if it has shown the ends of these workers' logs."""
         self._write()
         return cause_of_crash(self.folder, set(shown)).splitlines()
-
-    def do_at(self, seconds):
-        """The commands of ``ft`` that follow are run so many seconds after the start of the run."""
-        self.now = seconds
-        return []
 
     def do_steps(self, number, first=1, losses=()):
         """Training steps up to this one are in the file of metrics, with these losses or usual ones."""
@@ -212,7 +173,6 @@ class Record(Recoveries):
             loss = losses[step - 1] if losses else 2 + 4 / step
             values = {"step": step, "loss": loss, "step_time_s": 0.1, "tokens_per_s": 9.0}
             self._append("metrics.jsonl", json.dumps(values) + "\n")
-        return []
 
     def do_control(self, age=0.5, **values):
         """The control plane has written its status, so many seconds ago."""
@@ -224,7 +184,6 @@ class Record(Recoveries):
             "standbys": [{"worker": "n0.w5", "node": "n0", "pid": 9}],
         }
         (self.place / "status.json").write_text(json.dumps({**status, **values}))
-        return []
 
     def do_workers(self, *ranks):
         """The workers of these ranks have been started, and have made two steps; without ranks: of all."""
@@ -232,36 +191,30 @@ class Record(Recoveries):
             worker = self.history.seats[str(rank)]
             self.history.say(3.0, events.WORKER_STARTED, node=worker.split(".")[0], worker=worker, rank=rank, pid=rank)
             self._append(f"logs/{worker}.log", "step 1\nstep 2\n")
-        return []
 
     def do_log(self, rank, *names):
         """The worker of a rank has written these texts of ``planted_crashes``, or other words."""
         for name in names:
             self._append(f"logs/{self.history.seats[str(rank)]}.log", TEXTS.get(name, f"{name}\n"))
-        return []
 
     def do_journal(self, at, kind, *orders, **values):
         """The control plane has received a report, and given orders."""
         decisions = [{"reason": "", "orders": [ORDERS[name] for name in orders]}] if orders else []
         entry = {"wall": START + at, "now": at, "report": {"kind": kind, **values}, "decisions": decisions}
         self._append("journal.jsonl", json.dumps(entry) + "\n")
-        return []
 
     def do_exits(self, at, rank, code, *orders):
-        return self.do_journal(
+        self.do_journal(
             at, "WorkerExited", *orders, worker=self.history.seats[str(rank)], node="n0", code=code, attached=False
         )
 
     def do_fails(self, at, rank, kind, message, *orders, log=""):
         place = {"worker": self.history.seats[str(rank)], "epoch": self.history.epoch, "step": 2}
         kinds, trace = [kind, "Exception", "BaseException"], TEXTS.get(log, "")
-        return self.do_journal(at, "WorkerFailed", *orders, **place, kinds=kinds, message=message, trace=trace)
+        self.do_journal(at, "WorkerFailed", *orders, **place, kinds=kinds, message=message, trace=trace)
 
     def do_stop(self, at, code=1, message="it ended"):
-        return self.do_say(at, events.STOPPED, code=code, message=message)
-
-    def do_finish(self, at, step):
-        return self.do_say(at, events.FINISHED, step=step)
+        self.history.say(at, events.STOPPED, code=code, message=message)
 
     def do_mismatch(self, at, rank, step, attempt=1, **values):
         """Two executions of an operator have differed."""
@@ -270,25 +223,24 @@ class Record(Recoveries):
             **{"host": f"node{rank}", "device": "cuda:1 (H200)", "elements": 3, "of": 4096, "chunk": 0, "index": 7},
         }
         place = {"rank": rank, "epoch": self.history.epoch, "step": step, "attempt": attempt}
-        return self.do_say(at, events.DMR_MISMATCH, **place, **{**told, **values})
+        self.history.say(at, events.DMR_MISMATCH, **place, **{**told, **values})
 
     def do_verdict(self, at, step, action, *blamed, attempt=1, ranks=()):
         values = {"action": action, "reason": "it went wrong", "ranks": list(ranks), "blamed": list(blamed)}
-        return self.do_say(at, events.DMR_VERDICT, step=step, epoch=self.history.epoch, attempt=attempt, **values)
+        self.history.say(at, events.DMR_VERDICT, step=step, epoch=self.history.epoch, attempt=attempt, **values)
 
     def do_clean(self, at, step, attempt=2):
-        return self.do_say(at, events.DMR_CLEAN, step=step, epoch=self.history.epoch, attempt=attempt)
+        self.history.say(at, events.DMR_CLEAN, step=step, epoch=self.history.epoch, attempt=attempt)
 
     def do_covered(self, at, *ranks, counts):
         for rank in ranks or range(4):
             place = {"rank": rank, "epoch": self.history.epoch, "step": 1}
-            self.do_say(at, events.DMR_COVERED, **place, strategy="piggyback", counts=counts)
-        return []
+            self.history.say(at, events.DMR_COVERED, **place, strategy="piggyback", counts=counts)
 
     def do_rebuilt(self, at, step, stage, weights=(0.25, 0.75)):
         """A pipeline stage was rebuilt from its neighbours."""
         detail = {"stage": stage, "strategy": "weighted", "weights": list(weights), "seconds": 0.04}
-        return self.do_say(at, events.STAGE_REBUILT, epoch=1, step=step, **detail)
+        self.history.say(at, events.STAGE_REBUILT, epoch=1, step=step, **detail)
 
     def do_agent(self, number, name="", late=0.0, **values):
         """The agent of a node has joined, with its clock so many seconds late; a name alone: it has only started."""
@@ -296,7 +248,7 @@ class Record(Recoveries):
         self._append(f"nodes/{name}", "")
         told = {"host": f"10.0.0.{number}", "machine": f"host{number}", "paths": {}, "about": {"--nnodes": "2"}}
         told |= {"interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.2"}, "clock": START + 2.0 - late, **values}
-        return self.do_say(2.0, events.AGENT_JOINED, node=name, **told)
+        self.history.say(2.0, events.AGENT_JOINED, node=name, **told)
 
     def _append(self, name: str, text: str) -> None:
         (self.place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -327,11 +279,9 @@ class Hang(Player):
         """The process groups of a run, of whose ranks nothing is known yet."""
         self.groups = {name: tuple(map(int, ranks.split(","))) for name, ranks in groups.items()}
         self.ranks, self.hosts = {}, {}
-        return []
 
     def do_hosts(self, **hosts):
         self.hosts = hosts
-        return []
 
     def do_rank(self, number, *pending, departs="", stands=(), age_s=None, node="n0", counts=None, about="", **more):
         """What one rank says.
@@ -356,7 +306,6 @@ class Hang(Player):
         if stands:
             more["threads"] = (Thread("MainThread", tuple(stands), trains=True),)
         self.ranks[number] = Rank(number, f"{node}.w{number}", node, counts=counted, operations=operations, **more)
-        return []
 
     def do_diagnose(self):
         look = Look(self.ranks, self.groups, hosts=self.hosts)
@@ -368,7 +317,6 @@ class Hang(Player):
         across = {f"{name}/8/{rank}": Across(tuple(members), rank) for name in ("RING", "CONNECT") for rank in (0, 1)}
         across["QUORUM"] = Across(tuple(waits), 0)
         self.replicas[number] = self.ranks, self.groups, across, why
-        return []
 
     def do_combine(self, server=None, **how):
         """Show the cause in all replicas. ``server``: state of the quorum server's process, which answers nobody."""

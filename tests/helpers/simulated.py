@@ -1,6 +1,12 @@
-"""Plays one seed of a simulation, here or in a process of its own."""
+"""Plays one seed of a simulation, here or in a process of its own; and the seeds at which planted bugs were found."""
 
-from pythons import python
+import re
+from collections.abc import Iterator
+
+from pythons import ROOT, python
+
+_RESULTS = ROOT / "tools" / "experiments" / "results"
+_LIMIT = 1000
 
 
 def told(name, seed, hash_seed):
@@ -15,3 +21,18 @@ def holds(simulation, seed, options=None):
     history = simulation.play(seed, options)
     assert not history.violation, f"python -m tests.simulation {simulation.name} --seed {seed}: {history.violation}"
     return history
+
+
+def seeds_to_try(simulation: str, title: str) -> Iterator[int]:
+    """Yield the recorded seed of a planted bug, and then all seeds below 1000 in order.
+
+    A change of the simulated code may change the histories; then the bug is found by the search.
+
+    Args:
+        simulation: "control" or "hsdp_protocol".
+        title: title of the planted bug.
+    """
+    recorded = (_RESULTS / f"simulate_{simulation}.txt").read_text()
+    if line := re.search(rf"^  {re.escape(title)} +(\d+)$", recorded, re.MULTILINE):
+        yield int(line[1])
+    yield from range(_LIMIT)

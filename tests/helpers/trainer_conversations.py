@@ -23,7 +23,6 @@ class Trainer(Player):
     def line_base(self, text):
         """From now on these flags stand before all others, each of which replaces an earlier one of its name."""
         self.base = text
-        return []
 
     def line_parse(self, text):
         """Show what these flags alone are taken for."""
@@ -63,19 +62,16 @@ class Checkout(Player):
         text = FILES[name]
         assert old in text
         (self.root / name).write_text(text.replace(old, new))
-        return []
 
     def do_remove(self, name):
         (self.root / name).unlink()
-        return []
 
     def do_hooks(self):
         """Show which hooks of the checkout do not fit, and what is said of its release."""
         found = tree.read(self.root)
         unfit = [f"{one.hook.symbol}: {one.status}" for one in hooks.check_tree(self.root) if one.status != hooks.FITS]
         problems = [f"{problem}: {fix}" for problem, fix in hooks.problems(found)]
-        told = [*unfit, *problems, *filter(None, [hooks.notice(found)])] or ["all hooks fit"]
-        return [line.replace(str(self.folder), "RUN") for line in told]
+        return [*unfit, *problems, *filter(None, [hooks.notice(found)])] or ["all hooks fit"]
 
     def line_examine(self, text):
         """Show the problems of flags on ``N`` ranks, ``N/R`` with R replicas, and whether hot-swap is on."""
@@ -83,8 +79,9 @@ class Checkout(Player):
         size, _, replicas = world.partition("/")
         script = Script(str(self.root / "pretrain_gpt.py"), False, flags.split())
         options, problems = checkouts.examine(script, int(size), int(replicas or 0))
-        told = [f"{problem}: {fix}".replace(str(self.folder), "RUN") for problem, fix in problems]
-        return told or [f"hot-swap {'on' if options.fault_tolerance.ft_hot_swap else 'off'}"]
+        return [f"{problem}: {fix}" for problem, fix in problems] or [
+            f"hot-swap {'on' if options.fault_tolerance.ft_hot_swap else 'off'}"
+        ]
 
     def line_choose(self, text):
         """Show whether NVIDIA's trainer runs with these flags, and the flags that are left; ``0.19.2 FLAGS``."""
@@ -117,7 +114,6 @@ class Plans(Player):
     def do_profile(self):
         write_trace(self.folder / "profile.json", pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0))
         self.ft(["dmr", "plan", "RUN/profile.json", "--memory-budget", self.BUDGET, "--out", "RUN/plan.json"])
-        return []
 
     def line_wrong(self, text):
         """Show what is said of the profile, and of the plan that has it, with changes: ``ops/3/t_us=-1``, ``-ops``."""

@@ -18,10 +18,9 @@ from ft.base.lines import Lines
 from ft.commands import arguments
 from ft.job import messages
 from ft.job.agent import environment, preload
-from ft.job.agent.console import Console, last_lines, last_words
+from ft.job.agent.console import Console, last_lines
 from ft.job.agent.options import Cluster, RunOptions, Script, resolve
 from ft.job.agent.warm import search_path
-from ft.job.agent.workforce import is_silent
 from ft.job.control.timeouts import Timeouts
 from ft.job.replicas import member
 from ft.net.channel import Channel
@@ -94,12 +93,6 @@ def test_what_a_run_writes_goes_through_no_link(tmp_path):
     assert (tmp_path / "elsewhere").read_text() == "kept"
 
 
-def test_who_is_silent():
-    timeouts = Timeouts(stopped_s=0.25, silent_s=30.0)
-    loud, quiet = ((0.1, "S"), (0.2, "T"), (20.0, "R")), ((0.3, "T"), (30.1, "R"), (31.0, "D"))
-    assert [is_silent(*one, timeouts) for one in (*loud, *quiet)] == [False] * 3 + [True] * 3
-
-
 OPTIONS = RunOptions(Script("train.py", False, []), Cluster(2, 1, 0, "10.0.0.1", 1), 4, 0, Path("/r"), "r", 3)
 PLACE = environment.NodeContext(OPTIONS, "n1", "10.0.0.2", "@s", "/r/faults.n1.json")
 
@@ -123,49 +116,6 @@ def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_n
     assert env["FT_STANDBY"] == "1" and env["RANK"] == "7"
 
 
-def interfaces(tmp_path, **rates) -> Path:
-    for name, rate in rates.items():
-        (folder := tmp_path / "sys/class/net" / name).mkdir(parents=True)
-        (folder / "speed").write_text(f"{rate}\n")
-    return tmp_path
-
-
-def test_data_take_the_fastest_interface_that_nccl_is_given(tmp_path):
-    own = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "ib1": "10.2.0.5", "tun0": "10.3.0.5"}
-    root = interfaces(tmp_path, eth0=1000, ib0=100000, ib1=200000, tun0=-1)
-    for given, expected in (
-        ("ib", "ib1"),
-        ("=ib0", "ib0"),
-        ("eth0,ib0", "ib0"),
-        ("tun", "tun0"),
-        ("^lo", ""),
-        ("", ""),
-    ):
-        assert network.of_nccl(given, own, root) == expected
-    assert network.faster("10.0.0.5", own, root) == ["ib1", "ib0"]
-    assert network.faster("10.1.0.5", own, root) == ["ib1"] and network.faster("10.3.0.5", own, root) == []
-    assert (
-        network.said_rate("ib0", root) == "ib0 (100 Gb/s)" and network.said_rate("tun0", root) == "tun0 (rate unknown)"
-    )
-
-
-def test_one_thread_unless_the_user_says_otherwise():
-    assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    for flags, expected in (
-        ("--tensor-model-parallel-size 2 --bf16", one_queue),
-        ("--context-parallel-size=4", one_queue),
-        ("--tensor-model-parallel-size 1", {}),
-        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", {}),
-        ("--lr 1", {}),
-    ):
-        assert environment.defaults(threads, flags.split()) == expected
-        assert environment.defaults({**threads, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, flags.split()) == {}
-    assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
-    assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
-
-
 def test_numpy_starts_no_threads_in_the_pool():
     given = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "4"}
     count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
@@ -178,24 +128,6 @@ def test_numpy_starts_no_threads_in_the_pool():
         check=True,
     )
     assert done.stdout == "1\n"
-
-
-SOURCE = """
-import a.b, c as d
-from e import f
-def later():
-    try:
-        from g.h import *
-        from . import i
-        from .j import k
-    except ImportError:
-        import l
-"""
-
-
-def test_the_imports_of_a_script_at_every_level():
-    found = preload.imports_of(SOURCE, "pack.sub")
-    assert set(found) == {"a.b", "c", "e", "e.f", "l", "g.h", "pack.sub", "pack.sub.i", "pack.sub.j", "pack.sub.j.k"}
 
 
 def test_what_the_pool_imports(tmp_path):
@@ -313,27 +245,6 @@ def test_the_console_shows_logs_as_they_grow(tmp_path, capsys):
     assert capsys.readouterr().out == "seated\n"
     assert last_lines(first, 2) == ["two", "three"]
     assert last_lines(tmp_path / "absent") == []
-
-
-WARNING = "/lib/config.py:1705: UserWarning: full scope is deprecated.\n  warnings.warn(\n"
-TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\nKeyError: 'which'\n"
-
-
-@pytest.mark.parametrize(
-    ("log", "code", "shown"),
-    [
-        ("step 3\n" + WARNING, -9, []),
-        ("step 3\n" + WARNING, -15, []),
-        (WARNING + "step 3\n  indented\n" + WARNING, 1, ["step 3", "  indented"]),
-        ("step 3\n" + TRACE + WARNING, 1, TRACE.splitlines()),
-        ("old\n" + TRACE + "between\nerror: no data\n  fix: give some\n", 2, ["error: no data", "  fix: give some"]),
-        ("step 3\nFatal Python error: Aborted\n", -6, ["Fatal Python error: Aborted"]),
-        ("[rank0]:[W1122 05:59:54.12 ProcessGroup.cpp:1] leaked\n", 1, []),
-    ],
-)
-def test_only_lines_that_may_say_why_a_worker_ended_are_shown(log, code, shown, tmp_path):
-    (tmp_path / "w.log").write_text(log)
-    assert last_words(tmp_path / "w.log", code) == shown
 
 
 def test_workers_are_bound_to_the_cpus_near_their_gpu_as_far_as_they_may_use_them(tmp_path):

@@ -13,7 +13,6 @@ from ft.job.control.state import RUNNING, ControlState, Hold, Incident, Recovery
 from ft.job.control.timeouts import Timeouts
 from ft.job.parts import Seat
 from ft.net.codec import from_json, to_json
-from ft.platform.processes import OwnPauses
 
 LIMITS = Timeouts()
 
@@ -32,14 +31,6 @@ def test_the_whole_state_goes_through_json():
     world.fail(0, "RecoverableError")
     text = json.dumps(to_json(world.state))
     assert from_json(ControlState, json.loads(text)) == world.state
-
-
-def test_a_loop_knows_when_it_did_not_run():
-    pauses = OwnPauses(0.25)
-    assert pauses.look(100.0) == 0.0, "nothing is known about the time before the first look"
-    assert [pauses.look(at) for at in (100.25, 101.5, 125.5, 125.75, 128.75)] == [0.0, 0.0, 24.0, 0.0, 3.0]
-    assert pauses.since(100.0) == pauses.since(101.5) == 27.0
-    assert pauses.since(115.5) == 13.0 and pauses.since(125.5) == 3.0 and pauses.since(128.75) == 0.0
 
 
 def test_ranks_are_numbers_in_a_message_and_names_of_fields_in_its_json():
@@ -124,16 +115,6 @@ def recovery(*faults):
     return RecoveryInProgress(
         1.0, 0, "", verdicts=[found.reason for found in faults], in_vain=all(f.in_vain for f in faults)
     )
-
-
-def test_who_was_waited_for_in_vain_and_who_was_struck():
-    in_vain = [STALL, verdict.of_standstill("world", 16.0, 15.0), verdict.of_suspicion("world", "reset")]
-    in_vain += [verdict.of_lateness("it is not repaired", 60.0), verdict.of_silence(1.2, "S")]
-    assert all(found.in_vain for found in in_vain)
-    assert all(verdict.raised(found, verdict.RESTART, "again").in_vain for found in in_vain)
-    struck = [verdict.of_exit(-9), verdict.of_exit(1), verdict.of_lost_agent("n0", "gone")]
-    struck += [verdict.of_silence(0.3, "T"), verdict.of_silence(1.2, "D"), verdict.of_error(["ValueError"], "no")]
-    assert not any(found.in_vain for found in struck)
 
 
 def test_returns_count_while_nothing_new_strikes():

@@ -12,14 +12,10 @@ from waiting import at_once, eventually
 from ft.base import token
 from ft.base.errors import UserError
 from ft.job.agent.control_plane import (
-    CLAIM,
     FENCE,
-    GIVE_UP,
     WAIT,
     ControlPlaneSupervisor,
-    ControlPlaneView,
     SidecarProcess,
-    decide,
 )
 from ft.job.agent.membership import claim_name
 from ft.job.control.sidecar import PartitionDetector
@@ -80,32 +76,6 @@ def test_a_lease_is_lost_to_a_later_term(tmp_path):
     eventually(lambda: keeper.lost)
     assert not keeper.holds
     keeper.close()
-
-
-@pytest.mark.parametrize(
-    "view, expected",
-    [
-        (ControlPlaneView(silent_s=0.5, lease_s=9.0, serving_s=None, turn=0), WAIT),
-        (ControlPlaneView(silent_s=2.0, lease_s=1.0, serving_s=9.0, turn=0), WAIT),
-        (ControlPlaneView(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=0), CLAIM),
-        (ControlPlaneView(silent_s=2.0, lease_s=1.3, serving_s=9.0, turn=1), WAIT),
-        (ControlPlaneView(silent_s=2.0, lease_s=1.6, serving_s=9.0, turn=1), CLAIM),
-        (ControlPlaneView(silent_s=3.1, lease_s=0.2, serving_s=9.0, turn=1), FENCE),
-        (ControlPlaneView(silent_s=3.1, lease_s=0.2, serving_s=1.0, turn=1), WAIT),
-        (ControlPlaneView(silent_s=3.1, lease_s=0.2, serving_s=None, turn=1), WAIT),
-        (ControlPlaneView(silent_s=900.0, lease_s=0.2, serving_s=900.0, turn=1), FENCE),
-        (ControlPlaneView(silent_s=2.9, lease_s=None, serving_s=None, turn=1), WAIT),
-        (ControlPlaneView(silent_s=3.1, lease_s=None, serving_s=None, turn=1), FENCE),
-        (ControlPlaneView(silent_s=121.0, lease_s=None, serving_s=None, turn=1), GIVE_UP),
-    ],
-)
-def test_what_an_agent_does_about_a_silent_control_plane(view, expected):
-    what, why = decide(view, LIMITS)
-    assert what == expected and bool(why) == (what != WAIT)
-
-
-def test_workers_end_before_their_ranks_are_given_to_others():
-    assert LIMITS.fence_s < LIMITS.agent_lost_s
 
 
 def test_one_cut_off_from_most_yields_and_goes_on_if_nobody_takes_over():

@@ -1,4 +1,4 @@
-"""Decisions, what flags lead to, what plans say, and what is told of runs, crashes, hangs and health, as text.
+"""Decisions, what flags lead to, what plans say, what functions return, and what is told of runs and faults, as text.
 
 The files are in ``tests/pure/conversations``.
 
@@ -17,6 +17,7 @@ from launch_conversations import PLAYERS as STARTED
 from part_conversations import PLAYERS as PARTS
 from record_conversations import Hang, Record, Recoveries
 from trainer_conversations import PLAYERS as TRAINED
+from value_conversations import PLAYERS as VALUED
 
 PLAYERS = {
     **{"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record},
@@ -26,6 +27,7 @@ PLAYERS = {
     **REPLICATED,
     **STARTED,
     **TRAINED,
+    **VALUED,
 }
 FILES = sorted(ROOT.glob("*/*.txt"))
 

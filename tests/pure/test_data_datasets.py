@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data import datasets
-from megatron.ft_trainer.data.datasets import build_datasets, epoch_permutation, parse_split
+from megatron.ft_trainer.data.datasets import build_datasets, epoch_permutation
 from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer, NullTokenizer
 
 
@@ -84,17 +84,6 @@ def test_a_sample_depends_on_its_position_alone(a):
     expected = tokens(straight)
     for position in (399, 0, 200, 57, 398, 1):
         assert torch.equal(jumping[position]["tokens"], expected[position])
-
-
-@pytest.mark.parametrize(("text", "split"), [("969, 30, 1", "969,30,1"), ("1", "1"), ("0.9,.1", "0.9,.1")])
-def test_split(text, split):
-    assert parse_split(text) == split
-
-
-@pytest.mark.parametrize("text", ["", "90,-10", "1e3,1", "a,b", "1,2,3,4", "0,0,0", "1;2", "nan,1"])
-def test_bad_split(text):
-    with pytest.raises(UserError, match="--split"):
-        parse_split(text)
 
 
 def test_every_pass_holds_the_same_samples_in_an_order_of_its_own(a):

@@ -2,7 +2,6 @@
 
 import math
 import random
-import struct
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from planted_crashes import SEGFAULT, USERS
 from ft.faults import first_cause as causes
 from ft.faults.first_cause import CrashError, first_cause
 from ft.observe.diagnose import compare
-from ft.observe.diagnose.compare import classed, coordinates, copies, of_tensors, of_values
+from ft.observe.diagnose.compare import coordinates, copies, of_tensors
 from ft.record import crash
 from megatron.ft_trainer import arguments
 
@@ -60,31 +59,6 @@ def test_differences_are_those_of_the_definition(dtype, monkeypatch, seed):
         assert found.mask == mask
 
 
-def test_zeros_of_both_signs_differ_by_a_bit_and_by_nothing():
-    found = of_tensors(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
-    assert (found.differing, found.ulp, found.absolute, found.mask) == (1, 0, 0.0, 1 << 31)
-
-
-def test_values_of_other_kinds():
-    assert of_values(None, None) is of_values("a", "a") is of_values(True, True) is of_values([], []) is None
-    assert of_values({"a": [1, 2.0]}, {"a": [1, 2.0]}) is None
-    assert of_values({"a": [1, 2.0, "x"]}, {"a": [1, 2.5, "y"]}).differing == 2
-    assert of_values({"a": 1}, {"b": 1}).differing == 2
-    assert of_values(1, True) is not None and of_values(1, 1.0) is not None and of_values(1, None) is not None
-    nan = struct.unpack("d", struct.pack("q", 0x7FF8000000000001))[0]
-    assert of_values(float("nan"), float("nan")) is None and of_values(float("nan"), nan) is not None
-    assert (of_values(7, 12).absolute, of_values(7, 12).ulp, of_values(1.0, 1.0 + 2**-52).ulp) == (5.0, None, 1)
-    assert of_values(2**70, 2**70) is None and of_values(2**70, 2**71).differing == 1
-    assert of_tensors(torch.zeros(3), torch.zeros(3).double()).differing == 3
-    assert of_tensors(torch.zeros(0), torch.zeros(0)) is None
-    assert of_tensors(torch.tensor([True, False]), torch.tensor([True, True])).absolute == 1.0
-
-
-def test_runs_that_agree_are_classed_together():
-    assert classed("abcbb", str.__eq__) == ((1, 3, 4), (0,), (2,))
-    assert classed("xyxy", str.__eq__) == ((0, 2), (1, 3))
-
-
 def test_places_are_those_of_megatron_core():
     from megatron.core.parallel_state import RankGenerator
 
@@ -110,11 +84,6 @@ def test_places_are_those_of_megatron_core():
             if ep > 1:
                 for group in expert.get_ranks("dp"):
                     assert [group[0], *copies(group[0], layout, pipeline_first, True)] == sorted(group)
-
-
-def test_a_layout_that_says_little_is_read_as_one_of_each():
-    assert coordinates(3, {"world_size": 4}, False) == {"tp": 0, "cp": 0, "dp": 3, "pp": 0}
-    assert copies(0, {"world_size": 2, "pp": 2}, False, expert=True) == []
 
 
 @pytest.mark.parametrize("flag, place", [("", {"dp": 1, "pp": 0}), ("--use-tp-pp-dp-mapping", {"dp": 0, "pp": 1})])

@@ -20,7 +20,6 @@ from ft.systems.dmr.plan.file import (
     write_trace,
 )
 from ft.systems.dmr.plan.planner import plan
-from ft.systems.dmr.plan.text import gigabytes
 from ft.systems.schedule.kinds import Pipeline
 
 TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
@@ -121,10 +120,6 @@ def test_files_that_are_not_there_or_cannot_be_written_are_named(files, tmp_path
     assert "is no text" in refused(capsys, "plan", str(tmp_path / "binary.json"))
     nowhere = str(tmp_path / "no folder" / "plan.json")
     assert "cannot be written" in refused(capsys, "plan", str(files[0]), "--memory-budget", "80GB", "--out", nowhere)
-
-
-def test_sizes_are_written():
-    assert (gigabytes(61.34e9), gigabytes(5e6), gigabytes(10)) == ("61.3 GB", "5.0 MB", "10 B")
 
 
 def test_a_plan_for_another_run_is_refused_with_what_differs(files):

@@ -35,7 +35,6 @@ from ft.systems.dmr.runtime.protection import (
     Coverage,
     InterruptedStepError,
     IterationVerifier,
-    missing,
 )
 from ft.systems.dmr.runtime.queue import DeviceTime, HostTime, spent_on
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
@@ -390,20 +389,6 @@ def test_an_operator_that_is_not_reproducible_stops_the_run_for_no_other_worker_
     kinds = [kind.__name__ for kind in type(found.value).__mro__]
     assert verdict.of_error(kinds, str(found.value)).action == action
     assert isinstance(found.value, UserError) == bool(fix) == ("fix: ft dmr selftest" in str(found.value))
-
-
-@pytest.mark.parametrize(
-    "counts, share",
-    [
-        ({}, 1.0),
-        ({"naive": 3, "P": 5, "opaque": 2}, 1.0),
-        ({"naive": 6, "unchecked": 2}, 0.75),
-        ({"D_inter": 8, "in windows": 5, "late": 3, "not in the plan": 4, "unverified": 2}, 0.75),
-        ({"unchecked": 2, "unverified": 1}, 0.0),
-    ],
-)
-def test_what_nothing_compares_is_missing(counts, share):
-    assert missing(counts) == round(PARTS * (1.0 - share))
 
 
 def test_a_fall_is_told_once_and_again_after_a_rise():

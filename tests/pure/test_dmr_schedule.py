@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from ft.base.errors import UserError
 from ft.systems.dmr.plan.predict import idle, simulate
 from ft.systems.schedule.kinds import Pipeline, orders
 from ft.systems.schedule.program import Unit
@@ -127,9 +126,3 @@ def test_messages_of_a_pair_are_received_in_the_order_in_which_they_are_sent(sta
             assert ours == wanted
         times = [timeline.times[unit][1] for unit in sent]
         assert times == sorted(times)
-
-
-@pytest.mark.parametrize("wrong", [(0, 1), (1, 0), (1, 4, 2), (4, 6, 2), (2, 4, 2, 0.0, True, 1), (2, 2, 1, -1.0)])
-def test_a_schedule_that_does_not_exist_is_refused(wrong):
-    with pytest.raises(UserError):
-        Pipeline(*wrong)

@@ -90,20 +90,3 @@ def test_threads_do_not_mix_their_lines(tmp_path):
     assert len(found) == 200
     for i in range(4):
         assert [event.step for event in found if event.worker == f"n0.w{i}"] == list(range(50))
-
-
-def test_observed_values_are_split_into_places_and_detail():
-    event = events.observed(
-        events.FAULT_INJECTED,
-        {"wall": 7.0, "monotonic": 3.0, "node": "n0", "rank": 2, "step": 9, "number": 1, "kind": "kill"},
-    )
-    assert event == Event("fault_injected", 7.0, 3.0, "n0", rank=2, step=9, detail={"number": 1, "kind": "kill"})
-
-
-def test_time_between_events_of_one_host_and_of_two():
-    def at(wall, monotonic):
-        return Event(events.CONTROL_RESTARTED, wall, monotonic)
-
-    assert events.elapsed(at(100.0, 10.0), at(100.3, 10.25)) == pytest.approx(0.25)
-    assert events.elapsed(at(100.0, 10.0), at(101.5, 9000.0)) == pytest.approx(1.5)
-    assert events.elapsed(at(100.0, 10.0), at(99.0, 9.5)) == 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.faults.hang.causes import diagnose
-from ft.observe.diagnose.flight_recorder import _repeated, read
+from ft.observe.diagnose.flight_recorder import read
 
 FRAME = [{"name": "all_reduce", "filename": "/x/torch/distributed/c.py", "line": 1}]
 FRAME += [{"name": "step", "filename": "train.py", "line": 7}]
@@ -106,13 +106,6 @@ def test_a_call_that_is_left_out_is_found_by_the_pattern_before_it(tmp_path):
     write(tmp_path, {0: dump(*steps(*usual, "all_reduce", "all_gather"), **pairs)})
     write(tmp_path, {1: dump(*steps(*usual, "all_reduce", "broadcast"), **pairs)})
     assert found(tmp_path) == [(1, "missing-call")]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("abab", (2, 4)), ("ababa", (2, 5)), ("aabaabax", (3, 7)), ("abc", (0, 0)), ("", (0, 0))]
-)
-def test_the_longest_repeated_beginning(text, expected):
-    assert _repeated(list(text)) == expected
 
 
 class Harmful:

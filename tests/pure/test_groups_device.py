@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from waiting import eventually
 
 from ft.base.errors import EpochClosed, UserError
-from ft.faults.verdict import REPLACE, RETRY, of_error
+from ft.faults.verdict import REPLACE, of_error
 from ft.job.control.timeouts import Timeouts
 from ft.platform import releases
 from ft.state.groups import backends, group, registry, work
@@ -289,27 +289,6 @@ def test_the_programs_options_and_the_groups_name_reach_every_backend_of_a_group
         assert (backend.options._timeout, backend.options.config.blocking) == (timedelta(seconds=5), 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "action", "suspect"),
-    [
-        ("ncclUnhandledCudaError: Call to CUDA failed. Last error: Cuda failure 2 'out of memory'", RETRY, False),
-        (
-            "ncclSystemError: System call (e.g. socket, malloc) failed. Last error: Connection reset by peer",
-            RETRY,
-            False,
-        ),
-        ("ncclRemoteError: A call failed possibly due to a network error. Last error: recv timed out", RETRY, False),
-        ("ncclSystemError: Got completion from peer 10.0.0.3 with status=12 opcode=0", RETRY, False),
-        ("ncclSystemError: Last error: Call to ibv_reg_mr failed with error Cannot allocate memory", REPLACE, True),
-    ],
-)
-def test_an_error_that_a_peer_has_caused_makes_no_innocent_node_suspect(text, action, suspect):
-    verdict = of_error(
-        ["DistBackendError", "DistError", "RuntimeError"], f"NCCL error in: ProcessGroupNCCL.cpp, {text}"
-    )
-    assert (verdict.action, verdict.node_suspect) == (action, suspect)
-
-
 def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported(monkeypatch):
     monkeypatch.setattr("os.environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_NAN_CHECK": "1"})
     said: list[str] = []
@@ -323,19 +302,8 @@ def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported
     ("found", "environment", "says"),
     [
         ({"NCCL": (2, 21, 5)}, {}, ["wait for each other"]),
-        ({"NCCL": (2, 26, 5)}, {}, ["hang at random"]),
-        ({"NCCL": (2, 27, 3)}, {}, []),
         ({"NCCL": (2, 27, 7)}, {}, []),
         ({"NCCL": (2, 27, 7)}, {"NCCL_RAS_ENABLE": "1"}, ["RAS"]),
-        ({"NCCL": (2, 28, 3)}, {}, ["abort can crash"]),
-        ({"NCCL": (2, 28, 9)}, {}, []),
-        ({"NCCL": (2, 30, 4)}, {}, ["InfiniBand can hang"]),
-        ({"NCCL": (2, 30, 4)}, {"NCCL_PXN_DISABLE": "1"}, []),
-        ({"NCCL": (2, 27, 3), "torch": (2, 8, 0)}, {}, ["after an abort has freed it"]),
-        ({"NCCL": (2, 27, 3), "Transformer Engine": (2, 3)}, {}, ["interpreter lock"]),
-        ({"NCCL": (2, 27, 3), "Transformer Engine": (2, 4)}, {}, []),
-        ({"NCCL": (2, 27, 3), "NVIDIA driver": (560, 35, 3)}, {}, ["needs a reset", "can hang"]),
-        ({"NCCL": (2, 27, 3), "NVIDIA driver": (570, 86)}, {}, []),
     ],
 )
 def test_known_faults_of_releases_are_told_at_the_start(monkeypatch, found, environment, says):
@@ -347,16 +315,6 @@ def test_known_faults_of_releases_are_told_at_the_start(monkeypatch, found, envi
     prepare_nccl(15.0, said.append)
     assert len(said) == len(says) and all(word in one for word, one in zip(says, said, strict=True))
     assert all("(https://" in one for one in said)
-
-
-def test_the_releases_are_read_from_files_and_without_nccl_nothing_is_said(tmp_path):
-    (tmp_path / "sys/module/nvidia").mkdir(parents=True)
-    (tmp_path / "sys/module/nvidia/version").write_text("560.35.03\n")
-    found = releases.installed({"NCCL_VERSION": "2.26.5-1"}, tmp_path)
-    assert (found["NVIDIA driver"], found["NCCL"]) == ((560, 35, 3), (2, 26, 5))
-    assert found["torch"] == releases.parse(torch.__version__)
-    assert releases.known_faults({"torch": (2, 8)}, {}) == []
-    assert releases.parse("unknown") is None
 
 
 @pytest.mark.parametrize(("given", "says"), [({}, 0), ({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "1800"}, 1)])

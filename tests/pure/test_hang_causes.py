@@ -9,19 +9,12 @@ import pytest
 from large_looks import FAULTS, large_look
 from lines_run import lines_run
 
-from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose, over_time
-from ft.faults.hang.format import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.graph import Graph
 from ft.faults.hang.look import (
-    SKIPPED,
-    SWAPPED,
     Look,
     Operation,
     Rank,
-    Thread,
-    departure,
-    missing_end,
 )
 from tests.simulation.hangs.machine import Layout
 from tests.simulation.hangs.run import case, count
@@ -79,49 +72,6 @@ def test_a_slow_rank_is_told_from_those_that_happen_to_compute():
     slow = over_time([moment(n, 2 if n % 4 else 1) for n in range(1, 13)])
     assert [(cause.rank, cause.kind) for cause in slow.causes] == [(2, "slow-rank")]
     assert over_time([moment(n, n % 3) for n in range(1, 13)]).causes == ()
-
-
-@pytest.mark.parametrize(
-    ("frames", "kernel", "where"),
-    [
-        (("torch/utils/data/dataloader.py:1 next",), "S", DATA),
-        (("megatron/core/datasets/gpt_dataset.py:9 __getitem__",), "S", DATA),
-        (("/usr/lib/python3.11/threading.py:320 wait", "my.py:1 f"), "S futex_wait", LOCK),
-        (("torch/serialization.py:9 save",), "D io_schedule", STORAGE),
-        (("my.py:3 read",), "D nfs_wait_bit", STORAGE),
-        (("my.py:3 loop",), "R", USER),
-        ((), "R", KERNEL),
-    ],
-)
-def test_places(frames, kernel, where):
-    assert place(Thread("MainThread", frames, True, kernel)) == where
-
-
-def sequence(text):
-    return [op(name, site=f"train.py:{name}") for name in text]
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "kind"),
-    [
-        ("abcd", "ab", None),
-        ("abcd", "abcd", None),
-        ("abcd", "acd", SKIPPED),
-        ("abcd", "ac", SKIPPED),
-        ("abcd", "acbd", SWAPPED),
-        ("abab", "baba", SKIPPED),  # the pattern repeats: what comes next shows that one was left out
-        ("abcd", "axb", looks.ADDED),
-    ],
-)
-def test_departures(before, now, kind):
-    found = departure(sequence(before), sequence(now))
-    assert (found and found[0]) == kind
-
-
-def test_a_step_that_is_shorter_than_the_one_before_has_left_out_its_end():
-    found = missing_end(sequence("abc"), sequence("ab"), sequence("a"))
-    assert found is not None and (found[0], found[1].group) == (SKIPPED, "c")
-    assert missing_end(sequence("abc"), sequence("ab"), []) is None, "the step has not ended yet"
 
 
 def test_injected_hangs_and_slow_downs_are_named(seed):

@@ -19,10 +19,9 @@ from ft.faults.hang.look import (
 )
 from ft.faults.hang.replicas import combine
 from ft.job.control.looks import judge
-from ft.job.replicas.launcher import Company, begun
+from ft.job.replicas.launcher import Company
 from ft.observe.diagnose.hang import as_text
 from ft.record import looks as record
-from ft.record.looks import together
 from ft.record.run import replicas
 
 DP, AGREEMENT = "DP/3", "AGREEMENT/9"
@@ -130,18 +129,6 @@ def test_a_stopped_process_is_named_even_if_its_replica_has_just_moved():
 
     found = over_time([look(4), look(5)])
     assert [(cause.rank, cause.kind) for cause in found.causes] == [(1, "stopped")]
-
-
-def test_looks_at_different_replicas_within_seconds_are_one_moment():
-    found = together([(100.0, 0, 1), (101.0, 1, 4), (100.2, 2, 1), (101.1, 0, 2), (200.0, 1, 5)])
-    assert found == [{0: 1, 2: 1, 1: 4}, {0: 2}, {1: 5}]
-
-
-def test_looks_that_replicas_begin_by_themselves_are_told_from_those_somebody_asked_for():
-    before = {0: [0, ""], 1: [3, "a stall"], 2: None}
-    now = {0: [1, ""], 1: [4, "a standstill"], 2: [1, "a stall"], 3: [2, "a stall"]}
-    assert begun(before, now) == {0: "", 1: "a standstill", 2: "a stall"}
-    assert begun(now, now) == {} and begun({1: [4, "x"]}, {1: [0, ""]}) == {}
 
 
 def test_when_one_replica_takes_a_look_the_launcher_of_its_first_node_asks_the_others(tmp_path):

@@ -4,15 +4,13 @@ The lines that are known are in ``conversations/health/kernel_log.txt``.
 """
 
 import re
-import time
 from pathlib import Path
 
 import planted_node
-import pytest
 from conversations import ROOT
 
-from ft.platform.health import EVENT, Observation, Reader, gpus, kernel_log
-from ft.platform.health.kernel_log import LINES, KernelLog, parse
+from ft.platform.health import EVENT, Reader, gpus, kernel_log
+from ft.platform.health.kernel_log import LINES, KernelLog
 from ft.platform.health.observation import HealthSource
 
 
@@ -83,33 +81,6 @@ def test_wrong_bytes_and_very_long_lines_do_no_harm(tmp_path):
     found = read(KernelLog(tmp_path / "kmsg")).observations
     assert [o.name for o in found] == ["xid.31", "xid.31"] and max(len(o.text) for o in found) <= 1000
     assert "\ufffd" in found[0].text, "the rest of the line is kept"
-
-
-@pytest.mark.parametrize(
-    "begin, seconds",
-    [
-        ("<4>[ 1234.500000] ", 1e9 + 1234.5),
-        ("[ 1234.500000][ T4711] ", 1e9 + 1234.5),
-        ("Feb 23 16:24:18 node7 kernel: [ 1234.500000] ", 1e9 + 1234.5),
-        ("4,77,1234500000,c,caller=T12;", 1e9 + 1234.5),
-        ("2025-02-23T16:24:18,500000+00:00 ", 1740327858.5),
-        ("[Xxx Feb 99 16:24:18 2025] ", 5e9),
-        ("", 5e9),
-    ],
-)
-def test_the_time_of_a_line_is_read_in_each_form(begin, seconds):
-    line = "NVRM: Xid (PCI:0000:3b:00): 45, pid=7, name=[12.5], Ch 1 [99.000000]"
-    found = parse(begin + line, "n0", 5e9, 1e9, {})
-    assert found == Observation("n0", "gpu 0000:3b:00", "xid.45", 45, "", seconds, EVENT, begin + line)
-
-
-def test_the_local_time_of_dmesg_is_read(monkeypatch):
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    line = "[Sun Feb 23 16:24:18 2025] NVRM: Xid (PCI:0000:9b:00): 119, pid=20"
-    assert parse(line, "n0", 5e9, 1e9, {}).when == 1740327858
-    monkeypatch.undo()
-    time.tzset()
 
 
 def test_a_log_that_failed_is_read_from_its_end_on(tmp_path, monkeypatch):

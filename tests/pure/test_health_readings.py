@@ -4,7 +4,7 @@ from pathlib import Path
 
 import planted_node
 
-from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences, gpus
+from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences
 from ft.platform.health.reader import kernel_status, of_this_node
 
 GPU = {"used": 1, "errors": 0, "corrected": 4, "row_failed": 0, "retired": 0, "temperature": 60, "milliwatts": 310500}
@@ -131,11 +131,6 @@ def test_more_is_read_of_newer_gpus(tmp_path, nvml):
     assert found["gpu2", "gpu.fabric.unready"] == 1 and found["gpu3", "gpu.fabric.unhealthy"] == 0
     assert found["gpu1", "gpu.throttled.hardware"] == 1 and found["gpu0", "gpu.throttled.hardware"] == 0
     reader.close()
-
-
-def test_the_names_of_recoveries_are_nvmls():
-    assert gpus.action_name(0) == "none" and gpus.action_name(2) == "node_reboot" and gpus.action_name(-1) == "unknown"
-    assert gpus.action_name(5) == "recover_imex_domain" and gpus.action_name(8) == "unknown"
 
 
 def test_a_gpu_that_may_not_be_opened_is_not_lost(tmp_path, nvml):

@@ -8,7 +8,7 @@ import pytest
 from hsdp_runs import Run, eventful
 from msgspec.structs import replace
 
-from ft.observe.report.record import asynchronous, load
+from ft.observe.report.record import load
 from ft.systems.hsdp import commits
 
 SEEDS = range(25)
@@ -24,14 +24,6 @@ def rewrite(run: Run, replica: int, change) -> None:
     folder = run.folder / f"replica-{replica}"
     lines = [change(commit) for commit in commits.read(folder)]
     (folder / "commits.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-
-
-def test_the_papers_figures():
-    assert round(asynchronous(18, 10, 3, 12), 2) == 0.80
-    assert asynchronous(18, 10, 3, 12) == pytest.approx((8 + 7 * 11 / 12) / 18)
-    assert asynchronous(10, 30, 3, 4) == pytest.approx(7 * 3 / 4 / 10)
-    assert asynchronous(10, 1, 3, 4) == pytest.approx(0.7)
-    assert asynchronous(1, 1, 3, 4) == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from ft.systems.hsdp.samples import Order, Past, SampleAssignment, SampleStream, merged
+from ft.systems.hsdp.samples import Order, SampleAssignment, SampleStream, merged
 
 SEEDS = range(40)
 
@@ -117,34 +117,6 @@ def test_an_order_without_leftovers_and_places_below_a_sample():
     assert order.samples(numpy.arange(5)).tolist() == [3, 4, 9, 20, 21]
     assert [order.places_below(s) for s in (0, 3, 4, 9, 10, 20, 22)] == [0, 0, 1, 2, 3, 3, 5]
     assert merged(numpy.array([[5, 7], [1, 3], [3, 5], [9, 9], [2, 4]])).tolist() == [[1, 7], [9, 9]]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"replicas": 2, "block": 0, "past": []},
-        {"replicas": True, "block": 1, "past": []},
-        {"replicas": 2, "block": 1, "past": [[2, 1, [3], 1]]},
-        {"replicas": 2, "block": 1, "past": [[2, 1, [3, -1], 1]]},
-        {"replicas": 2, "block": 1, "past": [[2, 1, [3, 1]]]},
-        {"replicas": 2, "block": 1, "past": 7},
-        {"replicas": "2", "block": 1, "past": []},
-    ],
-)
-def test_what_is_no_assignment_is_refused(values):
-    with pytest.raises(ValueError):
-        SampleAssignment.from_values(values)
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="there is no replica 3"):
-        SampleAssignment(3, 1).stream(3)
-    with pytest.raises(ValueError, match="-1"):
-        SampleStream(0, 1, 1).index(-1)
-    with pytest.raises(ValueError, match="0 replicas"):
-        SampleAssignment(0, 1)
-    assert Past(1, 1, (0,), 0) == Past(1, 1, (0,), 0)
 
 
 def test_streams_are_leveled_without_a_sample_lost_or_doubled():

@@ -13,7 +13,7 @@ from ft.base import events
 from ft.base.errors import NOT_INJECTED, UserError
 from ft.commands.protection import judge_faults
 from ft.faults import Fault, from_json, parse, schedule, to_json, write
-from ft.faults.spec import MOST_OF_A_DISTRIBUTION, Distribution, parse_duration
+from ft.faults.spec import MOST_OF_A_DISTRIBUTION, Distribution
 from ft.observe.report.page import page
 from ft.observe.report.record import load
 from ft.observe.report.text import summary
@@ -84,15 +84,6 @@ def test_a_plan_of_any_length_reaches_the_workers_through_a_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["faults.n0.json"]
     with pytest.raises(UserError, match="cannot be read"):
         inject.planned({"FT_FAULTS": str(tmp_path / "none.json")})
-
-
-def test_durations():
-    assert [parse_duration(text) for text in ("90", "90s", "1.5m", "2min", "1h", "2d", "250ms", 7, 0.5)] == [
-        *(90.0, 90.0, 90.0, 120.0, 3600.0, 172800.0, 0.25, 7.0, 0.5)
-    ]
-    for text in ("", "s", "-3s", "1w", "nan", "inf", "1e999"):
-        with pytest.raises(ValueError):
-            parse_duration(text)
 
 
 @pytest.mark.parametrize("text", ["[", '[{"number": 1, "sort": "kill"}]', "[3]"])

@@ -36,7 +36,7 @@ def test_every_hook_is_in_every_checkout_that_is_here():
 def test_a_checkout_is_known_by_the_trainer_beside_the_script(checkout, tmp_path):
     assert tree.root_of(str(checkout / "pretrain_gpt.py")) == checkout
     assert tree.root_of(str(tmp_path / "train.py")) is None
-    assert tree.read(checkout).version == "0.18.2"
+    assert tree.read(checkout).version == "0.19.2"
 
 
 def test_a_second_megatron_on_the_path_is_found(checkout, tmp_path):

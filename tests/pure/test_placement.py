@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.state.placement import assign
-from ft.state.placement.assign import find_problems, place, spans
+from ft.state.placement.assign import find_problems, place
 from ft.state.placement.rotate import rotate
 from ft.state.placement.solve import Request, solve_best, solve_strictly
 
@@ -232,10 +232,6 @@ def test_4096_ranks_whose_peers_share_a_node():
     holders = place(where, groups, 2)
     assert not find_problems(where, groups, 2, holders)
     assert set(loads(holders).values()) == {2}
-
-
-def test_spans():
-    assert spans([3, 0, 1, 2, 7]) == "0-3, 7" and spans([]) == ""
 
 
 # --- clusters of any size ---------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from histories import START, History, write
 
 from ft import cli
 from ft.base import events
-from ft.faults import verdict
 from ft.observe.report import status, timeline
 from ft.observe.report.record import effective_of_one, goodput, load, rank_intervals
 from ft.platform import election, processes
@@ -23,7 +22,6 @@ from ft.record.block import recovery_block
 from ft.record.recoveries import recoveries
 from ft.show import palette
 from ft.show.axes import rows
-from ft.show.text import count, seconds, table
 
 
 def steps(number: int, step_time_s: float = 0.1) -> list[dict]:
@@ -55,17 +53,6 @@ def test_a_recovery_under_way_is_known_as_far_as_it_has_come(length):
         assert recovery_block(history.events)
     begun = any(event.name == events.EPOCH_CLOSED for event in history.events)
     assert len(found) == begun
-
-
-def test_faults_are_ranked_by_gravity():
-    ordered = [
-        *(verdict.of_suspicion("16", "closed"), verdict.of_standstill("dp", 9, 8), verdict.of_lateness("idle", 3)),
-        *(verdict.of_stall("dp", 9, 8), verdict.of_silence(9, "R"), verdict.of_error(["RuntimeError"], "no")),
-        *(verdict.of_exit(-9), verdict.of_lost_agent("n1", "silent"), verdict.of_exit(2)),
-    ]
-    grades = [verdict.gravity(one.action, one.signal) for one in ordered]
-    assert grades == sorted(set(grades))
-    assert verdict.gravity(verdict.RESTART, "exit 1") == verdict.gravity(verdict.REPLACE, "SIGSEGV")
 
 
 def test_goodput():
@@ -103,14 +90,6 @@ def test_goodput_of_next_to_nothing():
     going_on = goodput(steps(100), History().events, [])
     assert going_on.share == pytest.approx(1.0)
     assert goodput([{"step": 1}, {"step": 2, "step_time_s": "x"}], History().events, []).productive == 0.0
-
-
-def test_durations_in_words():
-    given = (None, float("nan"), 0.0, 0.0014, 0.065, 0.9996, 1.237, 12.34, 125.0, 4000.0)
-    said = ("-", "-", "0 ms", "1.4 ms", "65 ms", "1.00 s", "1.24 s", "12.3 s", "2 min 05 s", "1 h 06 min")
-    assert tuple(map(seconds, given)) == said
-    assert (count(1, "step"), count(2, "step")) == ("1 step", "2 steps")
-    assert table(("a", "long"), [("1", "x")], right=(1,)) == "a  long\n-  ----\n1     x"
 
 
 def test_tenures_end_at_the_fault():

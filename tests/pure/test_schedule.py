@@ -12,7 +12,7 @@ from ft.base.errors import UserError
 from ft.systems.schedule.check import ScheduleDeadlock, check, in_flight, play, run
 from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, orders, plan, weaves
 from ft.systems.schedule.kinds import half_swapped, insert_messages
-from ft.systems.schedule.program import Program, Routes, Unit, straight, swapped
+from ft.systems.schedule.program import Program, Routes, Unit, swapped
 
 
 @pytest.fixture
@@ -239,16 +239,3 @@ def follow(program: Program, rng: random.Random) -> dict[int, str]:
 
     at_once(work, range(6))
     return results
-
-
-def test_ways_and_shapes_that_do_not_exist_are_refused():
-    assert [place.stage for place in swapped(6)] == [1, 0, 2, 3, 5, 4]
-    assert [place.stage for place in straight(3, 2)] == [0, 1, 2, 0, 1, 2]
-    for wrong in ((3, 8), (6, 1)):
-        with pytest.raises(UserError):
-            plan("woven", Shape(*wrong))
-    for wrong in ((0, 1), (4, 0), (4, 4, 0.0), (4, 4, 1.0, -1.0), (4, 4, 1, 2, -1)):
-        with pytest.raises(UserError):
-            Shape(*wrong)
-    with pytest.raises(UserError, match="there is no kind of schedule"):
-        plan("zigzag", Shape(4, 8))

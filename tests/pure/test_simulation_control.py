@@ -5,8 +5,7 @@ import random
 import re
 
 import pytest
-from recorded_seeds import seeds_to_try
-from simulated import holds, told
+from simulated import holds, seeds_to_try, told
 
 from tests.simulation.__main__ import main
 from tests.simulation.campaign import histories, named, planted

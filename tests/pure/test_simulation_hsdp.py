@@ -4,8 +4,7 @@ import os
 import random
 
 import pytest
-from recorded_seeds import seeds_to_try
-from simulated import holds, told
+from simulated import holds, seeds_to_try, told
 
 from tests.simulation.__main__ import main
 from tests.simulation.campaign import histories, named, planted

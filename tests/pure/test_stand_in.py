@@ -9,25 +9,9 @@ from waiting import eventually
 from ft.base.errors import UserError
 from ft.job.replicas import marks, policy, stand_in
 from ft.job.replicas.places import parts_of
-from ft.job.replicas.stand_in import IDLE_S, LOST_S, LauncherPlace, Lookout, Observed, choose
+from ft.job.replicas.stand_in import LauncherPlace, Lookout
 from ft.platform import election
 from ft.platform.election import LeaseRecord
-
-LOST, IDLE = LOST_S + 1, IDLE_S + 1
-
-
-def test_a_place_is_taken_only_when_its_launcher_is_lost_and_its_replica_does_not_train():
-    assert choose({0: Observed(LOST, {0: IDLE})}, (), 2) == 0
-    assert choose({0: Observed(LOST_S - 1, {0: IDLE})}, (), 2) is None, "the launcher may start its agent again"
-    assert choose({0: Observed(LOST, {0: 0.0})}, (), 2) is None, "its own standbys have replaced the node"
-    assert choose({0: Observed(LOST, {0: IDLE, 1: 0.0})}, (), 2) is None
-    assert choose({0: Observed(None, {0: IDLE})}, (), 2) is None, "a node that has yet to come is not lost"
-    assert choose({0: Observed(LOST, {0: IDLE})}, {0}, 2) is None, "a replica that was given up"
-
-
-def test_standby_nodes_begin_with_different_places():
-    lost = {place: Observed(LOST, {place: IDLE}) for place in range(3)}
-    assert {choose(lost, (), mine) for mine in (4, 5, 6)} == {0, 1, 2}
 
 
 class Run:

@@ -12,26 +12,8 @@ import pytest
 from ft import cli
 from ft.base import token
 from ft.base.errors import UserError
-from ft.job.agent import membership, uplink
+from ft.job.agent import uplink
 from ft.platform import election, network
-
-
-def test_the_paths_of_a_command_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.bin").touch()
-    (tmp_path / "ckpt").mkdir()
-    words = "--data-path 0.3 a 0.7 b --load ckpt --save out/run --lr 1 --vocab-file=v.json --data-path"
-    assert membership.paths(words.split()) == {
-        "--data-path a": "there",
-        "--data-path b": "missing",
-        "--load ckpt": "there",
-        "folder of --save out/run": "missing",
-        "--vocab-file v.json": "missing",
-    }
-
-
-def test_a_checkpoint_folder_that_the_run_writes_itself_is_no_input():
-    assert list(membership.paths(["--load", "x/y", "--save", "x/y"])) == ["folder of --save x/y"]
 
 
 def test_the_process_that_listens_on_a_port_is_found():

@@ -19,7 +19,7 @@ from typing import Any
 from ft.adapters.megatron_lm.tree import Tree
 from ft.base.errors import Problem
 
-RUN_WITH = ((0, 16), (0, 17), (0, 18), (0, 19))
+RUN_WITH = ((0, 16), (0, 19))
 """(major, minor) of the releases of megatron-core whose trainer the adapter was run with."""
 
 FITS, MISSING, CHANGED = "fits", "missing", "changed"
@@ -187,15 +187,14 @@ def notice(tree: Tree) -> str | None:
     if tree.release[:2] in RUN_WITH:
         return None
     return (
-        f"Megatron-LM {tree.version} is not among the releases that were protected before ({_releases()}); all "
+        f"Megatron-LM {tree.version} is not of a release that was protected before ({_releases()}); all "
         "functions that have to be wrapped are there, so that it is tried: compare its first losses with a run without "
         "--ft flags"
     )
 
 
 def _releases() -> str:
-    first, last = (".".join(map(str, release)) for release in (RUN_WITH[0], RUN_WITH[-1]))
-    return f"core_v{first} to core_v{last}"
+    return " or ".join(f"core_v{major}.{minor}" for major, minor in RUN_WITH)
 
 
 def split_index(function: ast.FunctionDef, name: str) -> int | None:
