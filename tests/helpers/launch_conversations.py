@@ -7,14 +7,16 @@ import json
 import re
 from unittest import mock
 
+import small_runs
 from conversations import Player, changed, shown
 
 from ft import faults as inject
+from ft.base.checkout import CHECKOUT
 from ft.base.flags import Parser
 from ft.commands import arguments, protection
 from ft.commands.run import plan_faults
 from ft.job.agent.agent import first_ranks
-from ft.job.agent.options import resolve
+from ft.job.agent.options import Script, resolve
 from ft.job.control.timeouts import BEHIND_ETCD, timeouts_of
 from ft.job.quorum.server import parse_options
 from ft.job.replicas import flags, places
@@ -70,6 +72,29 @@ class Launch(Player):
         given = parser.parse_args(text.split())
         problems = [f"{problem}: {fix}" for problem, fix in given.problems]
         return [*problems, f"{given.script} {given.script_args}, workers {given.nproc_per_node}"]
+
+    def line_protects(self, text):
+        """Show what is refused, and how a run is protected.
+
+        ``SIZE[/REPLICAS] [FLAGS OF ft run] SCRIPT [FLAGS OF THE TRAINER]``; ``SCRIPT``: ``pretrain_gpt.py``,
+        a ``copy.py`` of it, or ``train.py``.
+        """
+        size, asked, script, flags = re.fullmatch(r"(\S+) (.*?) ?(\S+\.py) ?(.*)", text).groups()
+        world, _, replicas = size.partition("/")
+        (self.folder / "copy.py").write_bytes((CHECKOUT / "pretrain_gpt.py").read_bytes())
+        path = (CHECKOUT if script == "pretrain_gpt.py" else self.folder) / script
+        line = protection.LaunchLine(int(world), asked.split(", ") if asked else [], int(replicas or 0))
+        specs = [word.removeprefix("--inject ") for word in line.flags if word.startswith("--inject ")]
+        faults = inject.schedule(inject.parse(" ".join(specs)), line.world_size, ["n0"], 0) if specs else []
+        words = f"{small_runs.BASE} --mock-data {flags}".split()
+        found, problems = protection.examine(Script(str(path), False, words), line, faults)
+        return [*(f"{problem}; fix: {fix}" for problem, fix in problems), shown(found)]
+
+    def do_announced(self, by, copies=0, nodes=1):
+        """Show what is said of a protection at the start; ``joined``: of a script that has asked for it."""
+        if by == "joined":
+            return [protection.has_joined(nodes)]
+        return [protection.announcement(protection.RunProtection(by, copies), nodes)]
 
     def line_hosts(self, text):
         """Show the nodes of a list of Slurm."""

@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 from conversations import Player
 
+from ft.faults import Fault, worker
+from ft.faults.worker import Injector
 from ft.job.parts import Seat
 from ft.systems.dmr.plan.trace import D_INTER
 from ft.systems.dmr.runtime.cursor import OperatorCall
@@ -192,4 +194,48 @@ def _document(ids: list[int]) -> str:
     return repr(bytes(i for i in ids if i < 256).decode()) + " and its end" * (256 in ids)
 
 
-PLAYERS = {"dmr": Deferred, "placement": Placement, "data": Texts}
+class Injected(Player):
+    """Faults that a worker of rank 3 in node n1 does to itself, on a clock that only steps and sleeping move."""
+
+    def do_injector(self, *planned, fired=()):
+        """A worker with these faults, of which those in ``fired`` have happened."""
+        self.told, self.now = [], 100.0
+        faults = [Fault(number, **fault) for number, fault in enumerate(planned, 1)]
+        self.injector = Injector(faults, 3, "n1", fired, self._announce, self)
+        return [] if self.injector.is_armed else ["nothing is planned"]
+
+    def _announce(self, fault):
+        self.told.append(f"announced {fault.number}")
+
+    def act(self, fault):
+        self.told.append(f"{fault.kind} {fault.copies or ''}".strip())
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.told.append(f"sleeps {seconds:g} s")
+        self.now += seconds
+
+    def do_fired(self, *numbers):
+        """The worker hears that these faults have happened to others."""
+        self.injector.update(numbers)
+        return ["some are to come" if self.injector.has("between") else "none is to come"]
+
+    def do_steps(self, *steps, phases=("between", "forward", "reduce", "optimizer"), takes=1.0):
+        """Show what happens in the phases of these steps."""
+        lines = []
+        for step in steps:
+            for phase in phases:
+                self.told.clear()
+                try:
+                    with mock.patch.object(worker, "time", self):
+                        self.injector.at(phase, step)
+                except Exception as error:
+                    self.told.append(f"{type(error).__name__}: {error}")
+                lines += [f"step {step}, {phase}: {', '.join(self.told)}"] if self.told else []
+            self.now += takes
+        return lines
+
+
+PLAYERS = {"dmr": Deferred, "injected": Injected, "placement": Placement, "data": Texts}

@@ -13,10 +13,10 @@ import pytest
 from pythons import environment
 from waiting import eventually
 
-from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
+from ft.base.errors import RecoverableError, UserError
 from ft.faults import Fault, write
 from ft.faults.agent import AgentInjector, agents_faults, kill_control
-from ft.faults.worker import MOST_SLEEP_S, Injector
+from ft.faults.worker import Injector
 from ft.platform import election
 
 LIMIT_S = 30.0
@@ -41,65 +41,9 @@ class Diary:
         self.entries.append("dropped" if fault.kind == "drop" else f"corrupted {fault.copies}")
 
 
-def injector(*faults: Fault, rank: int = 3, fired=(), began=None) -> tuple[Injector, Diary]:
+def injector(*faults: Fault, began=None) -> tuple[Injector, Diary]:
     diary = Diary()
-    return Injector(faults, rank, "n1", fired, diary.announce, diary, began), diary
-
-
-def test_a_fault_happens_in_its_step_and_phase_only_and_once():
-    hurt, diary = injector(Fault(7, "drop", step=4, rank=3, phase="reduce"))
-    hurt_at = []
-    for step in (1, 2, 3, 4, 4, 5, 4, 6):
-        for phase in ("between", "forward", "reduce", "optimizer"):
-            before = len(diary.entries)
-            hurt.at(phase, step)
-            hurt_at += [(step, phase)] * (len(diary.entries) > before)
-    assert hurt_at == [(4, "reduce")]
-    assert diary.entries == [("announced", 7), "dropped"]
-
-
-def test_who_has_nothing_planned_is_not_armed():
-    assert not injector()[0].is_armed
-    others = (Fault(1, "kill", step=1, rank=2), Fault(2, "kill-control", step=1), Fault(3, "kill", step=1, node="n1"))
-    hurt, diary = injector(*others, Fault(4, "drop", step=1, node="n2"))
-    assert not hurt.is_armed
-    hurt.at("between", 1)
-    assert diary.entries == []
-
-
-def test_a_fault_that_has_happened_does_not_happen_to_the_next_worker():
-    fault = Fault(7, "drop", step=4, rank=3)
-    for hurt, diary in (injector(fault, fired=[7]), injector(fault)):
-        hurt.update([7])
-        hurt.at("between", 4)
-        assert diary.entries == []
-        assert not hurt.has("between")
-
-
-def test_a_fault_of_a_node_hits_each_worker_there():
-    hurt, diary = injector(Fault(1, "drop", step=2, node="n1"))
-    hurt.at("between", 2)
-    assert diary.entries == [("announced", 1), "dropped"]
-
-
-@pytest.mark.parametrize("copies", ["own", "peer"])
-def test_corruption_names_its_copies(copies):
-    hurt, diary = injector(Fault(1, "corrupt-snapshot", step=2, rank=3, copies=copies))
-    hurt.at("between", 2)
-    assert diary.entries == [("announced", 1), f"corrupted {copies}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("recoverable", RecoverableError), ("software", RuntimeError), ("node", ReplaceNodeError), ("user", UserError)],
-)
-def test_exceptions(name, kind):
-    hurt, diary = injector(Fault(5, "exception", step=2, rank=3, phase="optimizer", error=name))
-    hurt.at("between", 2)
-    with pytest.raises(kind, match="injected fault 5: exception of rank 3 at step 2"):
-        hurt.at("optimizer", 2)
-    hurt.at("optimizer", 2)
-    assert diary.entries == [("announced", 5)]
+    return Injector(faults, 3, "n1", (), diary.announce, diary, began), diary
 
 
 def test_an_exception_by_the_clock_is_raised_at_the_next_point_of_the_training_thread():
@@ -126,44 +70,6 @@ def test_a_fault_that_is_overdue_comes_at_once_and_one_far_off_can_be_called_off
     eventually(lambda: len(diary.entries) == 2, "overdue fault")
     hurt.close()
     assert diary.entries == [("announced", 1), "dropped"]
-
-
-class Clock:
-    """A clock that only sleeping moves."""
-
-    def __init__(self):
-        self.now, self.slept = 100.0, []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(round(seconds, 6))
-        self.now += seconds
-
-
-def test_a_slow_worker_sleeps_a_multiple_of_its_step_for_a_while(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("ft.faults.worker.time", clock)
-    hurt, _ = injector(Fault(1, "slow", step=3, rank=3, seconds=10.0, factor=4.0))
-    for step in range(1, 9):
-        hurt.at("between", step)
-        clock.now += 1.0
-    # 10 s: three steps of 1 s with 3 s of sleep before the second and third, and what is left before the fourth.
-    assert clock.slept == [3.0, 3.0, 1.0]
-
-
-def test_no_step_is_made_longer_than_a_worker_may_be_silent(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("ft.faults.worker.time", clock)
-    hurt, _ = injector(Fault(1, "slow", step=1, rank=3, seconds=900.0, factor=1000.0))
-    for step in (1, 2):
-        hurt.at("between", step)
-        clock.now += 5.0
-    assert clock.slept == [MOST_SLEEP_S]
 
 
 WORKER = """

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from control_world import World, only
 from fault_bundles import BUNDLES, ELSEWHERE
 
 from ft.base import events
@@ -172,23 +171,6 @@ def test_a_fault_in_a_recovery_waits_for_one_and_reaches_whoever_has_just_joined
 
 
 # --- configuration drift ---------------------------------------------------------------------------------------------
-
-
-def settings(world: World, name: str, **values: str):
-    return world.say(m.Observed("settings", {"worker": name, "settings": {"--lr": "0.01", **values}}))
-
-
-def test_settings_that_differ_end_the_run_before_training_and_are_named():
-    world = World().join()
-    first, second = world.start_worker("n0", 0), world.start_worker("n0", 1)
-    assert settings(world, first) == []
-    orders = settings(world, second, **{"--lr": "0.02", "environment NCCL_ALGO": "Ring"})
-    stop = only(orders, m.Stop)
-    assert stop.code == 2
-    for words in ("--lr: 0.02 (n0.w1), 0.01 (n0.w0)", "environment NCCL_ALGO: Ring (n0.w1), not set (n0.w0)", "fix: "):
-        assert words in stop.message
-    (detected,) = world.events("fault_detected")
-    assert (detected["category"], detected["signal"], detected["rank"]) == ("user error", "drift", 1)
 
 
 def test_settings_are_what_changes_the_result_and_not_what_a_node_calls_its_own():

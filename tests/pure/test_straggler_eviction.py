@@ -5,7 +5,6 @@ Whom it names and replaces is in ``conversations/recovery/stragglers.txt``.
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from control_world import World, kinds
@@ -19,7 +18,6 @@ from ft.job.control.stragglers import WINDOW, PaceBook
 from ft.observe.report import ranks, status
 from ft.record import metrics
 from ft.show import palette
-from ft.systems.hot_swap import flags
 
 
 def test_a_new_control_plane_knows_of_an_eviction_from_the_journal(tmp_path):
@@ -132,16 +130,6 @@ def test_the_report_tells_what_became_of_a_straggler():
     assert second[-1] == "replaced after step 140"
     (said,) = status._stragglers({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
     assert said.startswith("rank 2 (n0.w2): its own work takes 1.20 times")
-
-
-@pytest.mark.parametrize(
-    ("hot_swap", "factor", "problem"),
-    [(True, 1.2, ""), (True, 1.0, "is 1"), (True, 0.5, "is 0.5"), (True, float("nan"), "is nan"), (False, 1.2, "off")],
-)
-def test_the_flag_needs_a_factor_above_one_and_hot_swap(hot_swap, factor, problem):
-    given = SimpleNamespace(ft_hot_swap=hot_swap, ft_evict_stragglers=factor, ft_snapshot_peers=1)
-    found = list(flags.check(SimpleNamespace(fault_tolerance=given), SimpleNamespace(world_size=4), 0))
-    assert len(found) == bool(problem) and all(problem in said for said, _ in found)
 
 
 def test_the_slower_a_rank_is_the_darker_its_cells_are():
