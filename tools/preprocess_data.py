@@ -87,7 +87,7 @@ def preprocess(argv: list[str]) -> tuple[str, Counter]:
     from megatron import patches
 
     patches.apply()
-    from megatron.ft_trainer.data.tokenizer import Sidecar, build_tokenizer
+    from megatron.ft_trainer.data.tokenizer import DatasetMeta, build_tokenizer
 
     given = read_flags(argv)
     tokenizer = build_tokenizer(build(TokenizerOptions, vars(given)))
@@ -114,7 +114,7 @@ def preprocess(argv: list[str]) -> tuple[str, Counter]:
         raise UserError(f"the input holds no documents ({why})", "check --input, --include and --json-key")
     counts = sum(numpy.bincount(documents[i], minlength=tokenizer.vocab_size) for i in order)
     entropy = math.fsum(-p * numpy.log(p) for p in counts[counts > 0] / counts.sum())
-    sidecar = Sidecar(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, entropy)
+    sidecar = DatasetMeta(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, entropy)
     try:
         write(given.output_prefix, [documents[i] for i in order], sidecar)
     except OSError as error:

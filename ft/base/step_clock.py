@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Block:
+class StepBlock:
     """The times of several steps.
 
     Attributes:
@@ -86,7 +86,7 @@ class StepClock:
         self._clock, self._thread = clock, 0
         self.is_running = False
         self.cut_device: CutDevice | None = None
-        self.blocks: deque[Block] = deque(maxlen=_MOST_BLOCKS)
+        self.blocks: deque[StepBlock] = deque(maxlen=_MOST_BLOCKS)
         self._part, self._since = COMPUTE, 0.0
         self._spent: dict[str, float] = defaultdict(float)
         self._before_wait: str | None = None
@@ -94,7 +94,7 @@ class StepClock:
         self._epoch = self._skip = 0
         self._is_in_step = False
         self._open: deque[tuple[int, dict[str, float], Callable[[], Mapping[str, float] | None] | None]] = deque()
-        self._block = Block(0)
+        self._block = StepBlock(0)
 
     def start(self) -> None:
         """Measure the steps of the calling thread from now on."""
@@ -157,7 +157,7 @@ class StepClock:
         """Note that training begins in ``epoch``. The first steps are not counted."""
         if not self.measures_here:
             return
-        self._epoch, self._skip, self._block = epoch, WARM_UP, Block(epoch)
+        self._epoch, self._skip, self._block = epoch, WARM_UP, StepBlock(epoch)
         self._open.clear()
         self.blocks.clear()
         self._begin_step()
@@ -196,7 +196,7 @@ class StepClock:
                 self._block.add(step, spent, stalls)
             if len(self._block.steps) >= BLOCK and sum(self._block.step_s) >= _LEAST_S:
                 self.blocks.append(self._block)
-                self._block = Block(self._epoch)
+                self._block = StepBlock(self._epoch)
 
 
 CLOCK = StepClock()

@@ -22,7 +22,7 @@ from ft.job.agent.membership import claim_name
 from ft.job.agent.options import Cluster, RunOptions
 from ft.job.quorum.values import parse_where
 from ft.job.replicas import flags, places
-from ft.job.replicas.flags import Replicas, wanted
+from ft.job.replicas.flags import ReplicaOptions, wanted
 from ft.job.replicas.host import FOLDER, QuorumHost
 from ft.job.replicas.launcher import Launcher, MergedConsole
 from ft.job.replicas.member import ReplicaMember
@@ -30,7 +30,7 @@ from ft.job.replicas.places import LauncherPart, devices_of, parts_of
 from ft.job.replicas.stand_in import LauncherPlace, Lookout
 from ft.platform import election, network, slurm
 from ft.platform.election import QUORUM
-from ft.platform.slurm import Job
+from ft.platform.slurm import JobPlace
 from ft.platform.supervisor import Supervisor
 from ft.systems.spare import placement
 from ft.systems.spare.ruler import ruler
@@ -41,7 +41,7 @@ _RESTARTS = 1000
 """Default number of warm restarts of each replica: a long run has many, and none delays the other replicas."""
 
 
-def main(given: argparse.Namespace, job: Job | None) -> NoReturn:
+def main(given: argparse.Namespace, job: JobPlace | None) -> NoReturn:
     """Run the launcher of this node, and end the process with the run's exit code.
 
     Exit codes: 0 if the run has finished, 2 for bad input, 76 if it has finished, but --inject-strict asks for faults
@@ -93,8 +93,8 @@ def main(given: argparse.Namespace, job: Job | None) -> NoReturn:
 
 
 def prepare(
-    given: argparse.Namespace, job: Job | None
-) -> tuple[Replicas, RunOptions, list[LauncherPart], dict[int, list[inject.Fault]], RunProtection]:
+    given: argparse.Namespace, job: JobPlace | None
+) -> tuple[ReplicaOptions, RunOptions, list[LauncherPart], dict[int, list[inject.Fault]], RunProtection]:
     """Return the replica settings, the run's options, this node's parts, the faults by replica, and the protection.
 
     A part is the share of this node in one replica: how many of the node's workers belong to that replica.
@@ -130,7 +130,7 @@ def prepare(
     return asked, whole, parts, planned, protected
 
 
-def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
+def reachable(whole: RunOptions, asked: ReplicaOptions) -> RunOptions:
     """Return the options with the local address through which this node reaches the quorum server.
 
     The local address is set only for a replica that is started alone, and only if the user has not given an address.
@@ -142,7 +142,7 @@ def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
     return replace(whole, local_addr=network.own_address(host, port, is_host=False))
 
 
-def parts_here(whole: RunOptions, asked: Replicas) -> list[LauncherPart]:
+def parts_here(whole: RunOptions, asked: ReplicaOptions) -> list[LauncherPart]:
     """Return the parts of replicas that this node runs.
 
     Raises:
@@ -158,7 +158,7 @@ def parts_here(whole: RunOptions, asked: Replicas) -> list[LauncherPart]:
     return _parts_at(cluster.node_rank, whole, asked)
 
 
-def replica_options(part: LauncherPart, whole: RunOptions, asked: Replicas) -> RunOptions:
+def replica_options(part: LauncherPart, whole: RunOptions, asked: ReplicaOptions) -> RunOptions:
     """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own."""
     host, port = _host(whole), 0
     if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
@@ -188,7 +188,7 @@ def _host(whole: RunOptions) -> str:
     return whole.local_addr or network.own_address(cluster.host, cluster.port, cluster.node_rank == 0)
 
 
-def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
+def _name(asked: ReplicaOptions, whole: RunOptions) -> tuple[str, int]:
     """Return (name, turn) of this launcher; the launcher with the lowest ``turn`` hosts the quorum server first."""
     cluster = whole.cluster
     if asked.only is None:
@@ -196,7 +196,7 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
     return f"r{asked.only}n{cluster.node_rank}", asked.only * cluster.nnodes + cluster.node_rank
 
 
-def _place(name: str, whole: RunOptions, asked: Replicas, parts: list[LauncherPart]) -> LauncherPlace | None:
+def _place(name: str, whole: RunOptions, asked: ReplicaOptions, parts: list[LauncherPart]) -> LauncherPlace | None:
     """Return the object that holds the lease of this node's place, None in runs without standby nodes."""
     cluster, lookout = whole.cluster, None
     if not cluster.standby_nodes or asked.only is not None:
@@ -208,13 +208,13 @@ def _place(name: str, whole: RunOptions, asked: Replicas, parts: list[LauncherPa
     return LauncherPlace(whole.run_dir, name, cluster.node_rank, lookout)
 
 
-def _parts_at(place: int, whole: RunOptions, asked: Replicas) -> list[LauncherPart]:
+def _parts_at(place: int, whole: RunOptions, asked: ReplicaOptions) -> list[LauncherPart]:
     cluster = whole.cluster
     return parts_of(place, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
 
 
 def _member(
-    part: LauncherPart, whole: RunOptions, asked: Replicas, planned: list, supervisor: Supervisor, is_late: bool
+    part: LauncherPart, whole: RunOptions, asked: ReplicaOptions, planned: list, supervisor: Supervisor, is_late: bool
 ) -> ReplicaMember:
     own = replica_options(part, whole, asked)
     if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
@@ -226,7 +226,9 @@ def _member(
     return ReplicaMember(part, own, planned, environment, supervisor, is_late)
 
 
-def _environment(part: LauncherPart, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    part: LauncherPart, whole: RunOptions, asked: ReplicaOptions, present: Mapping[str, str]
+) -> dict[str, str]:
     values = {
         **asked.environment(),
         "FT_HSDP_REPLICA": str(part.replica),
@@ -251,7 +253,7 @@ def _sound(whole: RunOptions, present: Mapping[str, str]) -> tuple[str | None, i
     return ",".join(name for number, name in enumerate(names[:count]) if number not in bad), count - len(bad)
 
 
-def _announcement(whole: RunOptions, asked: Replicas, parts: list[LauncherPart]) -> str:
+def _announcement(whole: RunOptions, asked: ReplicaOptions, parts: list[LauncherPart]) -> str:
     each = f"{parts[0].world_size} logical ranks on {parts[0].training_nodes} node(s) each"
     numbers = ", ".join(str(part.replica) for part in parts)
     here = f"standbys of {numbers}" if parts[0].is_standby else numbers

@@ -22,7 +22,7 @@ from ft.job.agent.agent import carry_out
 from ft.job.agent.console import Console
 from ft.job.agent.options import RunOptions, resolve, script_of
 from ft.platform import slurm
-from ft.platform.slurm import Job
+from ft.platform.slurm import JobPlace
 from ft.record.run import read_status
 
 _EPILOG = """
@@ -83,7 +83,7 @@ def main(given: argparse.Namespace) -> NoReturn:
 
 
 def prepare(
-    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None
+    given: argparse.Namespace, environment: Mapping[str, str], job: JobPlace | None = None
 ) -> tuple[RunOptions, list[inject.Fault], RunProtection]:
     """Return the options, the planned faults, and how the run is protected.
 

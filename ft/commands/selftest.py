@@ -89,7 +89,7 @@ def main(given: argparse.Namespace) -> int:
     return 0 if outcome.passed else 1
 
 
-def plan_of(given: argparse.Namespace, job: slurm.Job | None, environment: Mapping[str, str]) -> TestPlan:
+def plan_of(given: argparse.Namespace, job: slurm.JobPlace | None, environment: Mapping[str, str]) -> TestPlan:
     """Return what the flags ask for.
 
     Raises:
@@ -116,7 +116,7 @@ def plan_of(given: argparse.Namespace, job: slurm.Job | None, environment: Mappi
     return TestPlan(checks, frozenset(check.name for check in planted), 60 * given.minutes, run_dir, given.gpus, place)
 
 
-def place_of(given: argparse.Namespace, job: slurm.Job | None) -> NodePlace:
+def place_of(given: argparse.Namespace, job: slurm.JobPlace | None) -> NodePlace:
     """Return this node's place among the nodes, from the flags or from Slurm.
 
     Raises:

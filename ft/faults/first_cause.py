@@ -115,7 +115,7 @@ class CrashError:
 
 
 @dataclass(frozen=True)
-class Group:
+class EqualErrors:
     """Equal errors: of the same class and type, with the same innermost lines of the stack.
 
     Attributes:
@@ -148,9 +148,9 @@ class FirstCause:
         hosts: node -> host name, for the nodes of the run.
     """
 
-    cause: Group
-    others: tuple[Group, ...] = ()
-    consequences: tuple[Group, ...] = ()
+    cause: EqualErrors
+    others: tuple[EqualErrors, ...] = ()
+    consequences: tuple[EqualErrors, ...] = ()
     earlier: int = 0
     quiet: tuple[int, ...] = field(default=())
     hosts: Mapping[str, str] = field(default_factory=dict)
@@ -239,12 +239,12 @@ def first_cause(errors: Iterable[CrashError], world_size: int = 0) -> FirstCause
     )
 
 
-def _groups(errors: Iterable[CrashError]) -> list[Group]:
+def _groups(errors: Iterable[CrashError]) -> list[EqualErrors]:
     """Return the groups of equal errors in the order of causes."""
     found: dict[tuple, list[CrashError]] = {}
     for error in _once_for_each_worker(errors):
         found.setdefault(_key(error), []).append(error)
-    groups = [Group(class_of(equal[0]), tuple(sorted(equal, key=_age))) for equal in found.values()]
+    groups = [EqualErrors(class_of(equal[0]), tuple(sorted(equal, key=_age))) for equal in found.values()]
     return sorted(groups, key=_place)
 
 
@@ -259,7 +259,7 @@ def _once_for_each_worker(errors: Iterable[CrashError]) -> list[CrashError]:
     return list(best.values())
 
 
-def _place(group: Group) -> tuple:
+def _place(group: EqualErrors) -> tuple:
     """Return the sort key of a group: causes first, seated workers before standbys, then the class, then the time."""
     standbys_only = not group.ranks and all(error.worker and group.kind not in (NODE, TOLD) for error in group.errors)
     return (group.kind in CONSEQUENCES, standbys_only, _ORDER.index(group.kind), _age(group.first))
@@ -283,13 +283,13 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "0", text)
 
 
-def _same(group: Group, other: Group) -> bool:
+def _same(group: EqualErrors, other: EqualErrors) -> bool:
     return _key(group.first) == _key(other.first)
 
 
-def _merged(groups: Iterable[Group]) -> list[Group]:
+def _merged(groups: Iterable[EqualErrors]) -> list[EqualErrors]:
     """Return one group for each class, in the order of classes."""
     of_class: dict[str, list[CrashError]] = {}
     for group in groups:
         of_class.setdefault(group.kind, []).extend(group.errors)
-    return [Group(kind, tuple(sorted(of_class[kind], key=_age))) for kind in _ORDER if kind in of_class]
+    return [EqualErrors(kind, tuple(sorted(of_class[kind], key=_age))) for kind in _ORDER if kind in of_class]

@@ -24,7 +24,7 @@ PAYLOADS = (P2P, ALL_REDUCE)
 
 
 @dataclass(frozen=True)
-class Key:
+class FaultKey:
     """A key with which a fault is described.
 
     Attributes:
@@ -117,7 +117,7 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     return flip
 
 
-def read_values(keys: Mapping[str, Key], values: Mapping[str, Any], text: str) -> dict[str, Any]:
+def read_values(keys: Mapping[str, FaultKey], values: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the values of the keys, read.
 
     Raises:
@@ -155,37 +155,37 @@ def _bit(value: Any) -> int | None:
 
 _OF_FLIPS = (BIT_FLIP,)
 KEYS = {
-    "operator": Key(
+    "operator": FaultKey(
         _word,
         f"an operator name of torch, such as mm, add_ or *norm*, or one of: {ANY}, {', '.join(PAYLOADS)}",
         "for bit-flip: torch's name of the operator whose results are hit, such as mm; or p2p; or all-reduce.",
         _OF_FLIPS,
     ),
-    "execution": Key(
+    "execution": FaultKey(
         one_of(ANY, PRIMARY, CHECKER),
         f"one of: {ANY}, {PRIMARY}, {CHECKER}",
         "for bit-flip: which of DMR's two executions is hit, primary or checker.",
         _OF_FLIPS,
     ),
-    "bit": Key(
+    "bit": FaultKey(
         _bit,
         f"a number from 0, the lowest, or {ANY}",
         "for bit-flip: number of the bit, counted from the lowest; any: a random bit each time.",
         _OF_FLIPS,
     ),
-    "mode": Key(
+    "mode": FaultKey(
         one_of(ONCE, REPEAT, STUCK),
         f"one of: {ONCE}, {REPEAT}, {STUCK}",
         "for bit-flip: once, repeat (every matching result) or stuck (the same bit from then on).",
         _OF_FLIPS,
     ),
-    "nth": Key(
+    "nth": FaultKey(
         whole(1),
         "a number from 1",
         "for bit-flip: number of the first matching result that may be hit, counted from 1.",
         _OF_FLIPS,
     ),
-    "probability": Key(
+    "probability": FaultKey(
         between(math.ulp(0.0), 1.0),
         "a number above 0 and at most 1",
         "for bit-flip: probability with which each matching result is hit.",
@@ -193,4 +193,4 @@ KEYS = {
     ),
 }
 """The keys that only bit flips have."""
-_PHASE = Key(one_of(ANY, *PHASES), f"one of: {ANY}, {', '.join(PHASES)}", "")
+_PHASE = FaultKey(one_of(ANY, *PHASES), f"one of: {ANY}, {', '.join(PHASES)}", "")

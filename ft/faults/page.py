@@ -13,7 +13,7 @@ from pathlib import Path
 from ft.base import bounded_json
 from ft.base.checkout import CHECKOUT
 from ft.faults.spec import KEYS_UNDER
-from ft.faults.table import DMR, GPU, GROUPS, HARMLESS, MEANING, ROOT, START, Row
+from ft.faults.table import DMR, GPU, GROUPS, HARMLESS, MEANING, ROOT, START, FaultRow
 
 SEED = (
     "A seed (--seed N) fixes all random choices: kinds, logical ranks, nodes and bits are the same in every run. "
@@ -106,7 +106,7 @@ def _command(times: Mapping) -> str:
     return f"{times['faults']} faults in {times['runs']} runs of a tiny model on two cores (`{command}`)."
 
 
-def _line(row: Row, measured: Mapping | None) -> str:
+def _line(row: FaultRow, measured: Mapping | None) -> str:
     name = f"`{row.name}`" if row.where != START else row.kind
     fault = f"{name}<br>{row.does}" + (f" (needs {_NEEDS[row.needs]})" if row.needs else "")
     category = row.sign.category if row.sign is not None else "-"
@@ -114,7 +114,7 @@ def _line(row: Row, measured: Mapping | None) -> str:
     return f"| {fault} | {row.seen} | {category} | {answer} | {_how_long(row, measured)} |"
 
 
-def _how_long(row: Row, measured: Mapping | None) -> str:
+def _how_long(row: FaultRow, measured: Mapping | None) -> str:
     if not measured:
         return "-"
     if row.outcome == HARMLESS and measured.get("median_s") is None:

@@ -31,7 +31,7 @@ from ft.base import files
 from ft.base.errors import Problems, UserError
 from ft.base.quantities import between, seconds, whole
 from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES, Fault
-from ft.faults.flip import BIT_FLIP, Key, one_of, read_flip, read_values
+from ft.faults.flip import BIT_FLIP, FaultKey, one_of, read_flip, read_values
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.table import NAMES
 
@@ -120,20 +120,20 @@ def _rank(value: Any) -> int | str:
     return "random" if value == "random" else whole(0)(value)
 
 
-def _choice(choices: tuple[str, ...], says: str, *kinds: str) -> Key:
-    return Key(one_of(*choices), f"one of: {', '.join(choices)}", says, kinds)
+def _choice(choices: tuple[str, ...], says: str, *kinds: str) -> FaultKey:
+    return FaultKey(one_of(*choices), f"one of: {', '.join(choices)}", says, kinds)
 
 
 _DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
-KEYS_UNDER: dict[str, dict[str, Key]] = {
+KEYS_UNDER: dict[str, dict[str, FaultKey]] = {
     "When: give exactly one of these keys": {
-        "step": Key(whole(1), "a step number from 1", "step in which the fault happens, counted from 1."),
-        "time": Key(
+        "step": FaultKey(whole(1), "a step number from 1", "step in which the fault happens, counted from 1."),
+        "time": FaultKey(
             partial(parse_duration, least=0.0),
             _DURATION,
             "time from the beginning of training: 500ms, 90s, 2m, 1h.",
         ),
-        "every": Key(
+        "every": FaultKey(
             parse_distribution,
             "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
             "repeated faults at random times: exponential(mean=60s) or weibull(shape=0.7,scale=90s) in time, "
@@ -141,17 +141,17 @@ KEYS_UNDER: dict[str, dict[str, Key]] = {
         ),
     },
     "Where: without any of these keys, a random rank is hit, or the target of the kind (a node, the control plane)": {
-        "rank": Key(
+        "rank": FaultKey(
             _rank,
             "a logical rank from 0, or random",
             "logical rank, or random; the fault hits the worker that holds the rank when the fault is due.",
         ),
-        "node": Key(
+        "node": FaultKey(
             str,
             "a node's name (n0, n1, ...), its number, or random",
             "node (its name or number), or random; the fault hits all workers on the node.",
         ),
-        "replica": Key(
+        "replica": FaultKey(
             _rank,
             "a replica from 0, or random",
             "FT-HSDP replica to which rank or node belongs, or random; without it, ranks are numbered over "
@@ -164,13 +164,13 @@ KEYS_UNDER: dict[str, dict[str, Key]] = {
             "point of the step, or of the next recovery from this step on, at which the fault happens; for "
             "bit-flip, part of the step.",
         ),
-        "for": Key(
+        "for": FaultKey(
             parse_duration,
             _DURATION,
             "duration, for kinds that end by themselves.",
             tuple(kind for kind in NAMES if kind in (*_LASTING, "hang", "gil", "stall")),
         ),
-        "factor": Key(
+        "factor": FaultKey(
             between(math.nextafter(1, 2), 1000),
             "a number above 1 and at most 1000",
             "for slow: factor by which the duration of a step grows.",
@@ -188,8 +188,8 @@ KEYS_UNDER: dict[str, dict[str, Key]] = {
         **FLIP_KEYS,
     },
     "How often: these keys need every": {
-        "count": Key(whole(1), "a number from 1", "maximum number of faults; 1000 by default."),
-        "until": Key(
+        "count": FaultKey(whole(1), "a number from 1", "maximum number of faults; 1000 by default."),
+        "until": FaultKey(
             parse_duration,
             _DURATION,
             "time from the beginning of training after which no more faults happen; one week by default. Not "
@@ -324,7 +324,7 @@ _FIELDS = {"for": "seconds"}
 
 
 @dataclass(frozen=True)
-class Scenario:
+class FaultScenario:
     """The content of a scenario file.
 
     Attributes:
@@ -336,7 +336,7 @@ class Scenario:
     seed: int | None = None
 
 
-def read_scenario(path: str | Path) -> Scenario:
+def read_scenario(path: str | Path) -> FaultScenario:
     """Read a scenario file.
 
     Raises:
@@ -355,7 +355,7 @@ def read_scenario(path: str | Path) -> Scenario:
     specs = []
     for number, entry in enumerate(faults, 1):
         specs += _specs(entry, f"{path}, fault {number}")
-    return Scenario(specs, seed)
+    return FaultScenario(specs, seed)
 
 
 def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> tuple[list[FaultSpec], int]:

@@ -39,7 +39,7 @@ ROOT, GPU, DMR = "root", "gpu", "dmr"
 
 
 @dataclass(frozen=True)
-class Row:
+class FaultRow:
     """One kind of fault, or one variant of a kind that has another outcome than its other variants.
 
     Attributes:
@@ -84,30 +84,30 @@ SILENT = "no heartbeat for"
 """Beginning of the message about missing heartbeats."""
 
 
-_OF_WORKERS: dict[str, tuple[Row, ...]] = {
+_OF_WORKERS: dict[str, tuple[FaultRow, ...]] = {
     "Processes": (
-        Row(
+        FaultRow(
             "kill",
             "SIGKILL for a worker, as the kernel's out-of-memory killer sends it",
             outcome=REPLACED,
             seen="killed by SIGKILL",
             sign=ended(-9),
         ),
-        Row(
+        FaultRow(
             "segfault",
             "a worker reads through a null pointer (SIGSEGV)",
             outcome=REPLACED,
             seen="killed by SIGSEGV, and the stack of each of its threads in its log",
             sign=ended(-11),
         ),
-        Row(
+        FaultRow(
             "exit",
             "a worker ends with exit code 1 without a message",
             outcome=RESTARTED,
             seen="exited with code 1, with the last lines of its log",
             sign=ended(1),
         ),
-        Row(
+        FaultRow(
             "terminate",
             "SIGTERM for one worker from outside, not from its agent",
             outcome=STOPPED,
@@ -115,14 +115,14 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="All workers finish the step, save a checkpoint if --save is given, and the run ends with code 75, "
             "because SIGTERM requests its end.",
         ),
-        Row(
+        FaultRow(
             "hang",
             "SIGSTOP for a worker",
             outcome=REPLACED,
             seen=f"{SILENT} 0.3 s, its process is stopped",
             sign=verdict.of_silence(0.3, "T"),
         ),
-        Row(
+        FaultRow(
             "gil",
             "a C call in a worker keeps Python's interpreter lock and does not return",
             outcome=REPLACED,
@@ -132,7 +132,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "worker waits, and in a worker's first step, the limit is 30 s.",
             sign=verdict.of_stall("step 7 without heartbeats", 10.1, 10.0),
         ),
-        Row(
+        FaultRow(
             "stall",
             "a worker's training thread sleeps for ever while its heartbeats go on",
             outcome=REPLACED,
@@ -140,7 +140,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="In a worker's first step, which may compile, the limit is 300 s.",
             sign=verdict.of_stall("step 7", 10.1, 10.0),
         ),
-        Row(
+        FaultRow(
             "slow",
             "a worker's steps take longer for a while",
             outcome=HARMLESS,
@@ -151,7 +151,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Resources and devices": (
-        Row(
+        FaultRow(
             "out-of-memory",
             "a worker's address space is used up: an allocation fails",
             outcome=REPLACED,
@@ -159,14 +159,14 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="The limit belongs to the process; the worker that replaces it has a new limit.",
             sign=error("MemoryError", "Exception"),
         ),
-        Row(
+        FaultRow(
             "out-of-files",
             "a worker has no file descriptor left",
             outcome=REPLACED,
             seen="OSError: Too many open files",
             sign=error("OSError", "Exception", says="[Errno 24] Too many open files: '/dev/null'"),
         ),
-        Row(
+        FaultRow(
             "disk-full",
             "a worker cannot write to any file for a while, as on a full disk",
             outcome=HARMLESS,
@@ -175,7 +175,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "due. Lines of the worker's log are dropped; lines of the metrics file wait in memory. The end of "
             "the run, `ft status` and `ft report` say which lines were lost.",
         ),
-        Row(
+        FaultRow(
             "io-error",
             "a worker's read fails in the kernel (EIO)",
             outcome=REPLACED,
@@ -184,7 +184,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "there while there is another node.",
             sign=error("OSError", "Exception", says="[Errno 5] Input/output error"),
         ),
-        Row(
+        FaultRow(
             "lose-device",
             "a worker's device is lost: the error that CUDA reports then is raised",
             outcome=REPLACED,
@@ -192,7 +192,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="The node counts as suspect.",
             sign=error("RuntimeError", "Exception", says="CUDA error: no CUDA-capable device is detected"),
         ),
-        Row(
+        FaultRow(
             "cuda-fault",
             "a kernel reads beyond its tensor: the CUDA context is lost",
             outcome=RESTARTED,
@@ -203,7 +203,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Errors that a worker catches": (
-        Row(
+        FaultRow(
             "exception",
             "a worker catches an exception that is known to be transient",
             how="error=recoverable",
@@ -212,7 +212,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="The third time within a minute, or within ten steps, the worker is replaced.",
             sign=error("RecoverableError", "FtError", "Exception"),
         ),
-        Row(
+        FaultRow(
             "exception",
             "an operation of a worker runs into its time limit",
             how="error=timeout",
@@ -221,7 +221,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="As for any transient fault, the worker is replaced the third time.",
             sign=error("TimeoutError", "OSError", "Exception"),
         ),
-        Row(
+        FaultRow(
             "exception",
             "a worker finds its node unfit (ReplaceNodeError)",
             how="error=node",
@@ -230,7 +230,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="The node counts as suspect.",
             sign=error("ReplaceNodeError", "FtError", "Exception"),
         ),
-        Row(
+        FaultRow(
             "exception",
             "a worker catches an exception of an unknown kind",
             how="error=software",
@@ -240,7 +240,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "it again.",
             sign=error("RuntimeError", "Exception", says="a bug"),
         ),
-        Row(
+        FaultRow(
             "exception",
             "a worker finds that its input is invalid (UserError)",
             how="error=user",
@@ -250,7 +250,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Data in memory": (
-        Row(
+        FaultRow(
             "corrupt-tensor",
             "a parameter of a worker becomes NaN",
             how="value=nan",
@@ -260,7 +260,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             "checkpoint contains it, too, it recurs at the same step and ends the run.",
             sign=error("NonFiniteLossError", "FtError", says="the loss of a microbatch is nan"),
         ),
-        Row(
+        FaultRow(
             "corrupt-tensor",
             "one bit of a worker's parameters flips",
             how="value=bit",
@@ -268,7 +268,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="nothing, except perhaps a change in the loss curve",
             answer="The loss differs from then on. Only double execution (DMR) detects the fault.",
         ),
-        Row(
+        FaultRow(
             "stale-state",
             "a worker continues with its optimizer shard of an earlier step",
             outcome=UNNOTICED,
@@ -276,7 +276,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="The loss differs from then on. No other worker owns the shard, so there is nothing to compare it "
             "with.",
         ),
-        Row(
+        FaultRow(
             "bit-flip",
             "one bit flips in the result of an operator, or in a received message",
             how="mode=once",
@@ -285,7 +285,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="All ranks repeat the step before its result is used.",
             needs=DMR,
         ),
-        Row(
+        FaultRow(
             "bit-flip",
             "results of a worker have a flipped bit repeatedly",
             how="mode=repeat",
@@ -295,7 +295,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             sign=error("SuspectError", "ReplaceNodeError", "FtError", "Exception"),
             needs=DMR,
         ),
-        Row(
+        FaultRow(
             "bit-flip",
             "a bit is stuck in one unit of a worker's device",
             how="mode=stuck",
@@ -306,7 +306,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             sign=error("SuspectError", "ReplaceNodeError", "FtError", "Exception"),
             needs=DMR,
         ),
-        Row(
+        FaultRow(
             "corrupt-snapshot",
             "one byte of a worker's own snapshot flips",
             how="copies=own",
@@ -314,7 +314,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="nothing; the next recovery reports that the state came from a peer's copy",
             answer="Every snapshot is verified before it is used; a peer's copy is used instead.",
         ),
-        Row(
+        FaultRow(
             "corrupt-snapshot",
             "one byte of each copy that a worker holds for peers flips",
             how="copies=peer",
@@ -323,7 +323,7 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="A damaged copy is never used: another peer's copy, an earlier step or the checkpoint is used "
             "instead.",
         ),
-        Row(
+        FaultRow(
             "stale-snapshot",
             "a worker has lost the newest copies that it held for peers",
             outcome=HARMLESS,
@@ -336,9 +336,9 @@ _OF_WORKERS: dict[str, tuple[Row, ...]] = {
 
 
 # Heading in the table -> rows below it.
-_OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
+_OUTSIDE_WORKERS: dict[str, tuple[FaultRow, ...]] = {
     "Messages": (
-        Row(
+        FaultRow(
             "drop",
             "one TCP connection of a process group breaks",
             outcome=IN_PLACE,
@@ -347,7 +347,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             "within a minute, or within ten steps, the worker is replaced.",
             sign=verdict.of_suspicion("dp", "Connection closed by peer"),
         ),
-        Row(
+        FaultRow(
             "out-of-step",
             "a worker starts a collective operation that no other worker starts",
             outcome=REPLACED,
@@ -358,42 +358,42 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             sign=ended(-6),
             seldom=("SIGSEGV",),
         ),
-        Row(
+        FaultRow(
             "lose-frame",
             "a chunk of a snapshot on its way to a peer is lost",
             outcome=HARMLESS,
             seen="nothing",
             answer="The peer rejects the chunk after it, which is out of order; the snapshot is sent again.",
         ),
-        Row(
+        FaultRow(
             "duplicate-frame",
             "a chunk of a snapshot reaches the peer twice",
             outcome=HARMLESS,
             seen="nothing",
             answer="The peer rejects a chunk that is out of order; the snapshot is sent again.",
         ),
-        Row(
+        FaultRow(
             "reorder-frames",
             "two chunks of a snapshot arrive in swapped order",
             outcome=HARMLESS,
             seen="nothing",
             answer="The peer rejects a chunk that is out of order; the snapshot is sent again.",
         ),
-        Row(
+        FaultRow(
             "delay-frames",
             "a snapshot's chunks reach the peer late",
             outcome=HARMLESS,
             seen="a step that takes longer",
             answer="The optimizer step waits until the last snapshot is safe.",
         ),
-        Row(
+        FaultRow(
             "corrupt-frame",
             "a byte of a snapshot flips on its way to a peer",
             outcome=HARMLESS,
             seen="nothing",
             answer="The checksum is wrong on arrival; the snapshot is sent again.",
         ),
-        Row(
+        FaultRow(
             "lose-reports",
             "the reports of a worker to its agent are lost for half a second",
             outcome=HARMLESS,
@@ -401,25 +401,25 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             answer="A report that needs an answer is sent again. If heartbeats are missing for 10 s and three steps "
             "while others wait, the worker is replaced.",
         ),
-        Row(
+        FaultRow(
             "duplicate-reports",
             "each report of a worker arrives twice for a while",
             outcome=HARMLESS,
             seen="nothing",
             answer="A report that was processed before is ignored; the journal records this.",
         ),
-        Row(
+        FaultRow(
             "reorder-reports",
             "pairs of successive reports of a worker arrive in swapped order for a while",
             outcome=HARMLESS,
             seen="nothing",
         ),
-        Row(
+        FaultRow(
             "delay-reports", "each report of a worker arrives 0.3 s late for a while", outcome=HARMLESS, seen="nothing"
         ),
     ),
     "Checkpoints": (
-        Row(
+        FaultRow(
             "corrupt-checkpoint",
             "one byte of the newest checkpoint flips",
             where=FILES,
@@ -427,7 +427,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="nothing; at the next warm restart, the file with the wrong checksum and which checkpoint is loaded",
             answer="Every file is verified before a checkpoint is loaded; the previous checkpoint is loaded instead.",
         ),
-        Row(
+        FaultRow(
             "truncate-checkpoint",
             "a file of the newest checkpoint loses its second half",
             where=FILES,
@@ -435,7 +435,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="nothing; at the next warm restart, the file that is too short and which checkpoint is loaded",
             answer="As for a flipped byte.",
         ),
-        Row(
+        FaultRow(
             "remove-checkpoint",
             "a file of the newest checkpoint is missing",
             where=FILES,
@@ -445,7 +445,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Nodes and the control plane": (
-        Row(
+        FaultRow(
             "kill",
             "a node loses its power: its agent and all its workers are gone",
             how="node=n1",
@@ -456,7 +456,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             "hold copies of it.",
             sign=LOST,
         ),
-        Row(
+        FaultRow(
             "kill-agent",
             "an agent is killed; its workers end with it",
             how="node=n1",
@@ -465,7 +465,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             seen="node n1 is lost, and each of its workers that a standby replaces",
             sign=LOST,
         ),
-        Row(
+        FaultRow(
             "partition",
             "a node's network is gone for 10 s",
             how="node=n1",
@@ -475,7 +475,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
             sign=LOST,
             needs=ROOT,
         ),
-        Row(
+        FaultRow(
             "kill-control",
             "SIGKILL for the control plane",
             where=CONTROL,
@@ -485,7 +485,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Before training": (
-        Row(
+        FaultRow(
             "drift",
             "a worker is started with other flags, environment or code than the others",
             where=START,
@@ -498,7 +498,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[Row, ...]] = {
 }
 
 
-GROUPS: dict[str, tuple[Row, ...]] = {**_OF_WORKERS, **_OUTSIDE_WORKERS}
+GROUPS: dict[str, tuple[FaultRow, ...]] = {**_OF_WORKERS, **_OUTSIDE_WORKERS}
 """Heading -> rows."""
 
 TABLE = tuple(row for rows in GROUPS.values() for row in rows)
@@ -506,12 +506,12 @@ NAMES = tuple(dict.fromkeys(row.kind for row in TABLE if row.where != START))
 """The kinds that ``--inject`` accepts."""
 
 
-def rows_of(kind: str) -> list[Row]:
+def rows_of(kind: str) -> list[FaultRow]:
     """Return the rows of a kind, one for each variant."""
     return [row for row in TABLE if row.kind == kind]
 
 
-def row_of(fault: Fault) -> Row:
+def row_of(fault: Fault) -> FaultRow:
     """Return the row of the variant that a planned fault belongs to.
 
     Raises:

@@ -192,7 +192,7 @@ _REPORT_DELAY_S = 0.3
 """Delay of a report, in seconds."""
 
 
-class Frames:
+class ChunkFilter:
     """Filter for the chunks of one snapshot transfer."""
 
     def __init__(self, kind: str, seconds: float | None):

@@ -436,7 +436,7 @@ def stacks_of(asked: Mapping[str, tuple[int, Handler]]) -> dict[str, str]:
     Args:
         asked: name -> pid of a process, and its handler.
     """
-    readers = {name: reader for name, (pid, handler) in asked.items() if (reader := _Reader.of(pid, handler))}
+    readers = {name: reader for name, (pid, handler) in asked.items() if (reader := _StackReader.of(pid, handler))}
     deadline = time.monotonic() + _LIMIT_S
     try:
         while any(not reader.is_done for reader in readers.values()) and time.monotonic() < deadline:
@@ -449,7 +449,7 @@ def stacks_of(asked: Mapping[str, tuple[int, Handler]]) -> dict[str, str]:
     return {name: reader.text for name, reader in readers.items() if reader.text}
 
 
-class _Reader:
+class _StackReader:
     """Has the threads of one process write their stacks, one after another. Make it with ``of``.
 
     Args:
@@ -473,7 +473,7 @@ class _Reader:
             self._signal(pid)
 
     @classmethod
-    def of(cls, pid: int, handler: Handler) -> "_Reader | None":
+    def of(cls, pid: int, handler: Handler) -> "_StackReader | None":
         """Return a reader that has sent the first signal; None if it is not safe to send one."""
         path = Path(f"/proc/{pid}/fd/{handler.fd}")
         with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ _MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
-class Job:
+class JobPlace:
     """The place of this process's node in a job of Slurm or of mpirun (:mod:`ft.job.agent.mpirun`).
 
     Attributes:
@@ -63,7 +63,7 @@ class Job:
     in_step: bool = True
 
 
-def read(environment: Mapping[str, str]) -> Job | None:
+def read(environment: Mapping[str, str]) -> JobPlace | None:
     """Return the Slurm job that this process belongs to, None outside Slurm.
 
     Raises:
@@ -84,7 +84,7 @@ def read(environment: Mapping[str, str]) -> Job | None:
     name = job if restarts == "0" else f"{job}-{restarts}"
     port = _FIRST_PORT + int(re.sub(r"\D", "", name) or "0") % _PORTS
     endpoint = f"{hosts(nodelist)[0]}:{port}"
-    return Job(name, int(nnodes), int(node_rank), endpoint, "SLURM_STEP_ID" in environment)
+    return JobPlace(name, int(nnodes), int(node_rank), endpoint, "SLURM_STEP_ID" in environment)
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str | None:

@@ -35,7 +35,7 @@ def held() -> Sockets:
     return _sockets_among(_descriptors())
 
 
-class Watch:
+class ConnectionWatch:
     """Finds the connections that were opened since the last call, efficiently for a quick series of calls.
 
     It checks only descriptors that were free at the last call, which takes a tenth of the time of checking all.

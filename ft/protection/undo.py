@@ -9,7 +9,7 @@ from typing import Protocol
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.snapshot.buffers import Slot
-from ft.state.snapshot.copier import Copier, CopyPlan, Progress, device_of, tables_of, write_back
+from ft.state.snapshot.copier import Copier, CopyPlan, CopyProgress, device_of, tables_of, write_back
 from ft.state.snapshot.state import Sections, pack_meta, unpack_meta
 
 
@@ -32,7 +32,7 @@ class OwnCopy:
     def __init__(self) -> None:
         self._slot, self._copier = Slot(), Copier()
         self._plan: CopyPlan | None = None
-        self._progress: Progress | None = None
+        self._progress: CopyProgress | None = None
         self._error: BaseException | None = None
 
     @property

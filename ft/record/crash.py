@@ -17,7 +17,7 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event, named
 from ft.faults import first_cause as causes
-from ft.faults.first_cause import CrashError, FirstCause, Frame, Group, Raised
+from ft.faults.first_cause import CrashError, EqualErrors, FirstCause, Frame, Raised
 from ft.record import run
 from ft.show.text import count, shortened, spans
 
@@ -465,7 +465,7 @@ def _head(error: CrashError) -> str:
     return "\n".join([shortened(lines[0], _WIDTH), *(f"  {line.rstrip()}" for line in lines[1:8])]) if lines else ""
 
 
-def _where(group: Group, hosts: Mapping[str, str]) -> str:
+def _where(group: EqualErrors, hosts: Mapping[str, str]) -> str:
     """Return on which ranks a group of errors was, with the worker if there was only one."""
     first, number = group.first, len(group.errors)
     if group.ranks and number == 1:
@@ -501,7 +501,7 @@ def _further(found: FirstCause) -> list[str]:
     return lines
 
 
-def _ranks_or_names(group: Group) -> str:
+def _ranks_or_names(group: EqualErrors) -> str:
     return ranks(group.ranks) if group.ranks else ", ".join(error.worker or error.node for error in group.errors[:4])
 
 
@@ -522,7 +522,7 @@ def as_values(found: FirstCause) -> dict[str, Any]:
     }
 
 
-def _group_values(group: Group, hosts: Mapping[str, str]) -> dict[str, Any]:
+def _group_values(group: EqualErrors, hosts: Mapping[str, str]) -> dict[str, Any]:
     first = group.first
     return {
         "class": group.kind,

@@ -512,11 +512,11 @@ class Sender:
 _PERIOD_S = 0.02
 
 
-class Lost(Exception):
+class SourceLost(Exception):
     """The source cannot be reached: no process of this run answers at its address, or the connection has ended."""
 
 
-class Silent(Lost):
+class SourceSilent(SourceLost):
     """The source has stopped answering."""
 
 
@@ -531,8 +531,8 @@ class Damaged(Bad):
 class OpenSource:
     """One connection to a source, used by one thread; :meth:`cut` ends it from another thread.
 
-    All operations raise :class:`Gone` if the source does not hold the state (any more), :class:`Lost` if the connection
-    failed or the peer does not belong to the run, and :class:`Bad` if it holds or sends something else.
+    All operations raise :class:`Gone` if the source does not hold the state (any more), :class:`SourceLost` if the
+    connection failed or the peer does not belong to the run, and :class:`Bad` if it holds or sends something else.
 
     Args:
         network: the network of the address.
@@ -561,7 +561,7 @@ class OpenSource:
             with self._lock:
                 self._channel = channel
                 if self._cut is not None:
-                    raise Lost(self._cut)
+                    raise SourceLost(self._cut)
             channel.dial(self._token, PURPOSE, self._patience)
             self.since = time.monotonic()
 
@@ -637,7 +637,7 @@ class OpenSource:
 
     def _opened(self) -> FramedChannel:
         if self._channel is None:
-            raise Lost("is not connected")
+            raise SourceLost("is not connected")
         return self._channel
 
     def _progress(self) -> None:
@@ -670,13 +670,13 @@ class OpenSource:
             raise
         except Exception as error:
             if self._cut is not None:
-                raise Lost(self._cut) from error
+                raise SourceLost(self._cut) from error
             if isinstance(error, handshake.HandshakeRefused):
-                raise Lost("has another token: it does not belong to this run") from error
+                raise SourceLost("has another token: it does not belong to this run") from error
             if isinstance(error, TimeoutError):
-                raise Silent(f"does not answer: {error}") from error
+                raise SourceSilent(f"does not answer: {error}") from error
             if isinstance(error, OSError):
-                raise Lost(f"{type(error).__name__}: {error}") from error
+                raise SourceLost(f"{type(error).__name__}: {error}") from error
             if isinstance(error, BadFrame | BadTable | ValueError | KeyError | TypeError):
                 raise Bad(f"an answer that makes no sense: {error!r}") from error
             raise

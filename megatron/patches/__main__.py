@@ -15,7 +15,7 @@ from collections import Counter
 from ft.base.errors import UserError
 from megatron.patches.instances import SEAMS
 from megatron.patches.manifest import ELSEWHERE, ONCE_PER_PROCESS, SUPPORTED_CORE, SUPPORTED_TORCH
-from megatron.patches.registry import Finding, check, core_version, everything
+from megatron.patches.registry import PatchFinding, check, core_version, everything
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,9 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(finding.fits for finding in findings) else 1
 
 
-def as_table(findings: list[Finding]) -> str:
+def as_table(findings: list[PatchFinding]) -> str:
     """Return the table of patches as text: one row for symbols that are replaced for the same reason."""
-    rows: dict[tuple[str, ...], list[Finding]] = {}
+    rows: dict[tuple[str, ...], list[PatchFinding]] = {}
     for finding in findings:
         patch = finding.patch
         rows.setdefault((finding.status, patch.when, f"{patch.file}.py", patch.why), []).append(finding)

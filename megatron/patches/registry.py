@@ -36,7 +36,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Finding:
+class PatchFinding:
     """The result for one patch.
 
     Attributes:
@@ -123,12 +123,12 @@ def put(patches: Iterable[Patch]) -> None:
             replace.replace(patch.module, patch.symbol, patch.new)
 
 
-def check(patches: Sequence[Patch]) -> list[Finding]:
+def check(patches: Sequence[Patch]) -> list[PatchFinding]:
     """Return one finding per patch, in order. Imports the modules of the patches; nothing is replaced."""
     return [_check(patch) for patch in patches]
 
 
-def refusal(finding: Finding) -> UserError:
+def refusal(finding: PatchFinding) -> UserError:
     """Return the error for a patch that does not fit, with the symbol, both signatures and the versions."""
     patch = finding.patch
     expected = " or ".join(patch.signatures) or "a name of that module"
@@ -163,16 +163,16 @@ def signature_of(function: Any) -> str | None:
     return str(found.replace(parameters=plain, return_annotation=found.empty))
 
 
-def _check(patch: Patch) -> Finding:
+def _check(patch: Patch) -> PatchFinding:
     if patch.package == "transformer_engine":
-        return Finding(patch, NOT_CHECKED)
+        return PatchFinding(patch, NOT_CHECKED)
     found = _find(patch)
     if found is _ABSENT:
-        return Finding(patch, FITS if patch.added else MISSING)
+        return PatchFinding(patch, FITS if patch.added else MISSING)
     signature = signature_of(found)
     if patch.signatures and signature not in patch.signatures:
-        return Finding(patch, CHANGED, signature)
-    return Finding(patch, FITS, signature)
+        return PatchFinding(patch, CHANGED, signature)
+    return PatchFinding(patch, FITS, signature)
 
 
 def _find(patch: Patch) -> Any:

@@ -42,7 +42,7 @@ def _start_grad_sync(start, self, force_all_reduce=False):
     if self.grad_reduce_handle is not None:
         reduction = self.grad_reduce_handle = _Reduction(self.grad_reduce_handle, device)
     elif device is not None:
-        reduction = _Queued(device, getattr(self, "communication_stream", None))
+        reduction = _QueuedReduction(device, getattr(self, "communication_stream", None))
     exchange.started(self, parts, None if reduction is None else reduction.wait)
 
 
@@ -82,7 +82,7 @@ class _Reduction:
                 self._waited = torch.cuda.current_stream(self._device).record_event()
 
 
-class _Queued:
+class _QueuedReduction:
     """A reduction inside the replica for which core has no handle: it was queued on streams of the device.
 
     Core reduces on the current stream, or, with several instances of the distributed optimizer, on a communication

@@ -15,7 +15,7 @@ from ring_neighbours import Neighbours, Poller
 from ft.systems.hsdp.ring import Ring, RingOptions
 from ft.systems.hsdp.ring.flow import Reducer
 from ft.systems.hsdp.ring.options import Pending, ReduceResult
-from ft.systems.hsdp.ring.ring import Members, Operation
+from ft.systems.hsdp.ring.ring import Members, RingOperation
 from megatron.core.distributed import param_and_grad_buffer as core
 
 RANKS, RANK = 2, 1
@@ -110,7 +110,7 @@ class LateRing(Ring):
         self.mine: dict[int, torch.Tensor] = {}
         self.theirs: dict[int, torch.Tensor] = {}
         self.breaks = False
-        self._operations: deque[Operation] = deque()
+        self._operations: deque[RingOperation] = deque()
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -121,7 +121,7 @@ class LateRing(Ring):
     def is_idle(self) -> bool:
         return not self._operations
 
-    def _submit(self, job: Operation) -> None:
+    def _submit(self, job: RingOperation) -> None:
         job.pending = _Late(self)
         self._operations.append(job)
 

@@ -6,7 +6,7 @@ from conversations import Player
 from planted_crashes import TEXTS
 
 from ft.faults import Fault, parse, read_scenario, schedule, verdict
-from ft.faults.first_cause import CrashError, Frame, Group, Raised, class_of_exception, first_cause
+from ft.faults.first_cause import CrashError, EqualErrors, Frame, Raised, class_of_exception, first_cause
 from ft.faults.health import informed, rules
 from ft.job.control import history, liveness, repairs
 from ft.job.control.liveness import WorkerView
@@ -46,7 +46,7 @@ class Errors(Player):
         more = {"earlier attempts": found.earlier, "may have been waited for": list(found.quiet)}
         return [*lines, *(f"{name}: {value}" for name, value in more.items() if value)]
 
-    def _told(self, group: Group) -> str:
+    def _told(self, group: EqualErrors) -> str:
         return f"{group.kind}, ranks {group.ranks}; {group.first.worker}: {group.first.head}"
 
     def do_class(self, kind, message=""):

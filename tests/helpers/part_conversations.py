@@ -18,7 +18,7 @@ from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.operators import call_of, properties_of, state_before
 from ft.systems.dmr.runtime.queue import Execution, Queue
-from ft.systems.dmr.runtime.strategy import Decision, Segment
+from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment
 from ft.systems.hot_swap.recovery_manager import Placing
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.ft_trainer.data.datasets import read_lengths
@@ -41,7 +41,7 @@ class Deferred(Player):
         torch.manual_seed(0)
         self.tensors, self.executed = {name: torch.randn(8, 8) for name in "ab"}, 0
         self.findings = Findings(torch.device("cpu"), 0)
-        replays = {name: Segment(*each) for name, each in (segments or {}).items()}
+        replays = {name: PlannedSegment(*each) for name, each in (segments or {}).items()}
         weights = {self.tensors[name].untyped_storage()._cdata for name in lasting}
         self.queue = Queue(self.findings, segments=replays, lasting=weights, **how)
         return []

@@ -4,12 +4,12 @@ import sys
 import time
 
 import pretrain_gpt
-from ft.state.fetch.server import Offer
+from ft.state.fetch.server import StateOffer
 
 FETCH_S = 0.6
 REHEARSED = "rehearsed at "
 
-_visit, _run = Offer.visit, pretrain_gpt.run
+_visit, _run = StateOffer.visit, pretrain_gpt.run
 
 
 def slowly(self, peer):
@@ -36,5 +36,5 @@ def run(options) -> int:
 
 
 if __name__ == "__main__":
-    Offer.visit, pretrain_gpt.run = slowly, run
+    StateOffer.visit, pretrain_gpt.run = slowly, run
     sys.exit(pretrain_gpt.main(sys.argv[1:]))

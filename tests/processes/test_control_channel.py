@@ -8,7 +8,7 @@ import time
 import pytest
 from waiting import eventually
 
-from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
+from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ChannelRecord, ControlChannel, Posted
 from ft.job.messages import AgentBeat, Close, Observed
 
 LIMIT_S = 20.0
@@ -30,7 +30,7 @@ class ChannelEnds:
     def __init__(self):
         self._ends = []
 
-    def host(self, record: Record | None = Record()) -> ControlChannel:  # noqa: B008 - frozen
+    def host(self, record: ChannelRecord | None = ChannelRecord()) -> ControlChannel:  # noqa: B008 - frozen
         control = ControlChannel("tcp://127.0.0.1:0", TOKEN)
         self._ends.append(control)
         if record is not None:
@@ -193,7 +193,7 @@ def test_a_control_plane_takes_over_from_one_that_is_gone(channel):
     old.close()
     agent.close()
     assert isinstance(follower.wait_for_end(), ConnectionError)
-    new = channel.host(Record(0, [order(0), order(1), order(2)], {"n0": 1}))
+    new = channel.host(ChannelRecord(0, [order(0), order(1), order(2)], {"n0": 1}))
     again = channel.connect(new)
     assert again.taken() == 1
     again.post(2, report(2))
@@ -210,13 +210,13 @@ def test_agents_wait_until_the_channel_is_as_on_record(channel):
     asking.start()
     asking.join(SOON_S)
     assert not found
-    control.resume(Record(taken={"n0": 9}))
+    control.resume(ChannelRecord(taken={"n0": 9}))
     asking.join(LIMIT_S)
     assert found == [9]
 
 
 def test_the_oldest_orders_go_and_the_first_of_a_record_without_orders_is_the_next(channel):
-    control = channel.host(Record(first=12))
+    control = channel.host(ChannelRecord(first=12))
     for number in range(12, KEPT_ORDERS + 17):
         control.publish(order(number))
     last = KEPT_ORDERS + 16
@@ -225,7 +225,7 @@ def test_the_oldest_orders_go_and_the_first_of_a_record_without_orders_is_the_ne
 
 def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(channel):
     last = KEPT_ORDERS + 2
-    control = channel.host(Record(3, [order(number) for number in range(3, last + 1)]))
+    control = channel.host(ChannelRecord(3, [order(number) for number in range(3, last + 1)]))
     assert Follower(channel.connect(control)).wait_for(last) == numbered(3, last)
 
 

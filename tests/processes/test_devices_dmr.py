@@ -17,9 +17,9 @@ from ft.systems.dmr.runtime import findings
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.mode import PRIMARY, DoubleExecution
+from ft.systems.dmr.runtime.mode import PRIMARY, DoubleExecutionMode
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.strategy import Decision, Segment, Strategy
+from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment, Strategy
 
 SIZE = 6
 
@@ -30,7 +30,7 @@ class AnyWindow(Strategy):
     def __init__(self, draw: random.Random):
         super().__init__("naive")
         self._draw, self._ordinal = draw, 0
-        self.replays = {name: Segment(draw.randint(1, 4), draw.randint(0, 60)) for name in "abcdef"}
+        self.replays = {name: PlannedSegment(draw.randint(1, 4), draw.randint(0, 60)) for name in "abcdef"}
         self._left = [(name, segment.size) for name, segment in self.replays.items()]
         self._open: list[str] = []
 
@@ -104,7 +104,7 @@ class Rank:
         self.undo = Undo(self.subject, Position())
         strategy, cursor, found = AnyWindow(draw), ExecutionCursor(), Findings(cuda.device, 7)
         queue = Queue(found, strategy.replays, headroom=draw.choice((0.0, 500.0, 1e9)))
-        mode = DoubleExecution(cursor, strategy, found, queue, disturbance=None if flip is None else FlipOne(flip))
+        mode = DoubleExecutionMode(cursor, strategy, found, queue, disturbance=None if flip is None else FlipOne(flip))
         self.engine = Engine(cursor, found, queue, mode)
 
     def all_reduce(self, tensor) -> NcclWork:

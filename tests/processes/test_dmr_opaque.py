@@ -56,7 +56,7 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     """One fault after the other, in each execution of each thing that the function computes; and the executions."""
     import torch.distributed as dist
 
-    from ft.systems.dmr.runtime.suspects import Limits, WrongAttempts
+    from ft.systems.dmr.runtime.suspects import AttemptLimits, WrongAttempts
 
     job = dmr_jobs.assemble(flags)
     planted.plant(job.trainee.chunks, name)
@@ -73,7 +73,7 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
         for due in range(counts[place]):
             told.clear()
             verifier._memory = WrongAttempts(
-                Limits().memory
+                AttemptLimits().memory
             )  # otherwise the rank would be suspected of a lasting fault
             if dist.get_rank() == hit_rank:
                 planted.fault.arm(place, due)

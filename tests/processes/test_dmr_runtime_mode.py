@@ -8,7 +8,7 @@ from ft.systems.dmr.plan.trace import NAIVE, PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
-from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
+from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecutionMode
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.strategy import Strategy
 
@@ -26,7 +26,7 @@ class Searching(Strategy):
 def engine_of(strategy, disturbance=None) -> Engine:
     cursor, findings = ExecutionCursor(), Findings(torch.device("cpu"), 99)
     queue = Queue(findings)
-    mode = DoubleExecution(cursor, strategy, findings, queue, disturbance=disturbance)
+    mode = DoubleExecutionMode(cursor, strategy, findings, queue, disturbance=disturbance)
     return Engine(cursor, findings, queue, mode)
 
 

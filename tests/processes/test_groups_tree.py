@@ -13,7 +13,7 @@ from groups_worker import Worker
 
 from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum, Report
-from ft.state.groups.tree import FAN_OUT, Shape, Tree
+from ft.state.groups.tree import FAN_OUT, Tree, TreeShape
 from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.protocol import Question
 from ft.systems.hsdp.rank import Votes, digest
@@ -25,16 +25,16 @@ OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.
 @pytest.mark.parametrize("nodes", [1, 2, 5, 32, 33, 34, 1024, 1025])
 @pytest.mark.parametrize("fan_out", [1, 2, 32])
 def test_a_tree_reaches_every_node_once(nodes, fan_out):
-    tree = Shape(nodes, fan_out)
+    tree = TreeShape(nodes, fan_out)
     reached = [child for node in range(nodes) for child in tree.children(node)]
     assert reached == list(range(1, nodes))
     assert all(node in tree.children(tree.parent(node)) for node in range(1, nodes)) and tree.parent(0) is None
-    assert Shape(1024).depth == 3 and Shape(1).depth == 0 and Shape(17).depth == 1
+    assert TreeShape(1024).depth == 3 and TreeShape(1).depth == 0 and TreeShape(17).depth == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 18, 273, 274, 4096, 98304])
 def test_every_rank_has_one_parent_and_few_connections(size):
-    shape, connections = Shape(size), [0] * size
+    shape, connections = TreeShape(size), [0] * size
     for inner in shape.inner():
         members = [inner, *shape.children(inner)]
         assert all(shape.parent(child) == inner for child in members[1:])

@@ -14,9 +14,9 @@ from ft.base.errors import UserError
 from ft.net.framed import FramedChannel, Mark
 from ft.state.fetch import BadState, FetchRefused, StateServer, fetch, fetch_envelope, shares
 from ft.state.fetch.client import failure
-from ft.state.fetch.server import Offer
+from ft.state.fetch.server import StateOffer
 from ft.state.layout import FlatState, table_of
-from ft.state.transfer import Bad, Gone, Lost, Withdrawn
+from ft.state.transfer import Bad, Gone, SourceLost, Withdrawn
 
 MARK = Mark(0, STEP, LINEAGE)
 
@@ -48,9 +48,9 @@ def test_a_source_does_its_own_share_first_and_then_only_what_a_slow_one_has_not
     assert own[0] == shares.Take(piece, "a")
     slow, reason = shares.choose("a", 1.0, {"a": [], "b": [piece, last]}, {"b"}, {"a": 100, "b": 49})
     assert slow == shares.Take(last, "b") and "49" in reason
-    assert shares.choose("a", 1.0, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 50})[0] == shares.Wait()
-    assert shares.choose("a", 0.1, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 0})[0] == shares.Wait()
-    assert shares.choose("a", 1.0, {"a": [], "b": []}, {"b"}, {"a": 1, "b": 1})[0] == shares.Wait()
+    assert shares.choose("a", 1.0, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 50})[0] == shares.WaitForPiece()
+    assert shares.choose("a", 0.1, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 0})[0] == shares.WaitForPiece()
+    assert shares.choose("a", 1.0, {"a": [], "b": []}, {"b"}, {"a": 1, "b": 1})[0] == shares.WaitForPiece()
     assert shares.choose("a", 1.0, {"a": [], "b": []}, set(), {"a": 1, "b": 1})[0] == shares.End()
 
 
@@ -66,7 +66,7 @@ def test_what_a_source_leaves_goes_round_the_others():
 def test_a_state_is_bad_only_if_no_source_can_be_hoped_for():
     assert isinstance(failure("it", {"a": Bad("x"), "b": Bad("y")}, ""), BadState)
     assert isinstance(failure("it", {"a": Bad("x"), "b": Gone("y")}, ""), FetchRefused)
-    assert isinstance(failure("it", {"a": Bad("x"), "b": Lost("y")}, ""), FetchRefused)
+    assert isinstance(failure("it", {"a": Bad("x"), "b": SourceLost("y")}, ""), FetchRefused)
     assert isinstance(failure("it", {"a": Bad("x")}, "the time is up"), FetchRefused)
     assert "there is no source" in str(failure("it", {}, ""))
 
@@ -242,7 +242,7 @@ def test_tensors_on_a_device_are_copied_once_for_all_who_ask():
         asked.append(is_over())
         return tensors
 
-    offer = Offer(MARK, "", b"{}", table_of(state(11, 0.1)), state(11, 0.1), count)
+    offer = StateOffer(MARK, "", b"{}", table_of(state(11, 0.1)), state(11, 0.1), count)
     here, there = socket.socketpair()
     with here, there:
         for _ in range(3):
@@ -263,7 +263,7 @@ def test_a_withdrawal_stops_the_copy_from_a_device():
             time.sleep(0.001)
         return {}
 
-    offer, ends = Offer(MARK, "", b"{}", table_of({}), {}, endless), []
+    offer, ends = StateOffer(MARK, "", b"{}", table_of({}), {}, endless), []
     here, there = socket.socketpair()
 
     def read() -> None:
@@ -283,7 +283,7 @@ def test_a_withdrawal_stops_the_copy_from_a_device():
 
 
 def test_a_withdrawal_returns_only_when_nobody_reads_any_more():
-    offer = Offer(MARK, "", b"{}", table_of({}), {}, lambda tensors, is_over: tensors)
+    offer = StateOffer(MARK, "", b"{}", table_of({}), {}, lambda tensors, is_over: tensors)
     here, there = socket.socketpair()
     order: list[str] = []
 

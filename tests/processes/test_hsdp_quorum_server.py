@@ -19,7 +19,7 @@ from waiting import eventually
 
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
-from ft.job.quorum import GIVEN_UP, Limits, NoQuorum, Notice, QuorumClient, Report
+from ft.job.quorum import GIVEN_UP, Limits, NoQuorum, QuorumClient, ReplicaNotice, Report
 from ft.job.quorum.values import FRAME, PURPOSE, pack, parse_where
 from ft.net.framed import Stream
 from ft.net.handshake import PROOF_BYTES, NotAMember, Party
@@ -278,7 +278,7 @@ def test_one_that_is_given_up_is_waited_for_no_more(service):
     quorum = both(clients, [(0, 0)] * 2)
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
-    service.ends.append(Notice(service.folder, 1, 0, TOKEN, GIVEN_UP, "its input cannot work"))
+    service.ends.append(ReplicaNotice(service.folder, 1, 0, TOKEN, GIVEN_UP, "its input cannot work"))
     assert "replica 1 is offline: its input cannot work" in waits.result(LIMIT_S).reason
     with pytest.raises(NoQuorum, match="life 0"):
         ask(clients[1], after(quorum)).result(LIMIT_S)

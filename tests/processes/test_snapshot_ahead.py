@@ -110,7 +110,7 @@ def test_nobody_waits_for_a_holder_that_does_not_answer(workers, successor, monk
             asked.set()
             while source._cut is None:
                 time.sleep(0.01)
-            raise transfer.Lost(source._cut)
+            raise transfer.SourceLost(source._cut)
         return offer(source, wanted, section)
 
     monkeypatch.setattr(transfer.OpenSource, "offer", silent)
@@ -126,7 +126,7 @@ def test_the_end_of_the_epoch_ends_the_fetch_too(workers, successor, monkeypatch
         begun.set()
         while source._cut is None:
             time.sleep(0.01)
-        raise transfer.Lost(source._cut)
+        raise transfer.SourceLost(source._cut)
 
     monkeypatch.setattr(transfer.OpenSource, "receive", slow)
     joiner = successor()

@@ -10,11 +10,11 @@ from ft.job.parts import Source
 from ft.net.framed import Mark
 from ft.state.snapshot import Snapshots, SnapshotServer
 from ft.state.snapshot.buffers import SlotPart
-from ft.state.snapshot.copier import Progress
+from ft.state.snapshot.copier import CopyProgress
 from ft.state.snapshot.state import OWNED
 from ft.state.transfer import NotHeld
 
-stop = Progress.stop
+stop = CopyProgress.stop
 
 
 def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
@@ -57,7 +57,7 @@ def test_leaving_an_epoch_waits_for_no_copy_and_a_restore_completes_or_abandons_
     assert not may_copy.is_set() and snaps.holdings().own == [5, 6]
     asked = threading.Thread(target=may_copy.set)
     if goes_back:
-        monkeypatch.setattr(Progress, "stop", lambda progress: (stop(progress), asked.start()), raising=True)
+        monkeypatch.setattr(CopyProgress, "stop", lambda progress: (stop(progress), asked.start()), raising=True)
     else:
         with pytest.raises(NotHeld) as refusal:
             workers.servers[0].find(Mark(0, 6, -1), OWNED)

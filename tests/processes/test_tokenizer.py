@@ -10,15 +10,15 @@ from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.tokenizer import (
     ByteLevelTokenizer,
+    DatasetMeta,
     NullTokenizer,
-    Sidecar,
     build_tokenizer,
     padded_vocab_size,
 )
 
 
 def write_sidecar(prefix, tokenizer):
-    sidecar = Sidecar(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, 0.0)
+    sidecar = DatasetMeta(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, 0.0)
     prefix.with_suffix(".meta.json").write_bytes(msgspec.json.encode(sidecar))
     return str(prefix)
 

@@ -13,7 +13,7 @@ from megatron import patches
 from megatron.ft_trainer.arguments import parse
 from megatron.ft_trainer.arguments.needs import needs
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.tokenizer import Sidecar, build_tokenizer
+from megatron.ft_trainer.data.tokenizer import DatasetMeta, build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
 
@@ -150,7 +150,7 @@ def test_bad_hugging_face_folders(tmp_path):
 
 def test_the_default_finds_the_folder_again(tmp_path, folder):
     tokenizer = of_folder(folder)
-    sidecar = Sidecar(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, 0.0)
+    sidecar = DatasetMeta(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, 0.0)
     (tmp_path / "words.meta.json").write_bytes(msgspec.json.encode(sidecar))
     assert build_tokenizer(TokenizerOptions(), str(tmp_path / "words")).model == folder
 

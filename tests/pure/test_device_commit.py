@@ -9,7 +9,7 @@ from test_worker_protocol import Member
 from ft.base.errors import EpochClosed
 from ft.job.messages import Close, Repair
 from ft.job.parts import GroupReport, Source
-from ft.systems.hot_swap.recovery import Recovery
+from ft.systems.hot_swap.recovery import WorkerRecovery
 from ft.worker import protocol
 from ft.worker.session import Session
 
@@ -88,7 +88,7 @@ def closes(member):
 def test_a_step_that_the_device_has_finished_is_committed():
     member = Member()
     operations = Operations(member)
-    protocol.run(Recovery(member, operations).committed())
+    protocol.run(WorkerRecovery(member, operations).committed())
     assert (operations.snapshots, operations.counted, member.progress.step) == ([(7, RIGHT)], [7], 7)
 
 
@@ -96,7 +96,7 @@ def test_a_step_whose_operations_were_aborted_is_not_committed():
     member = Member()
     operations = Operations(member, closes(member))
     with pytest.raises(EpochClosed):
-        protocol.run(Recovery(member, operations).committed())
+        protocol.run(WorkerRecovery(member, operations).committed())
     assert (operations.snapshots, operations.counted, member.progress.step) == ([], [], 0)
 
 
@@ -105,10 +105,10 @@ def test_a_state_whose_restore_was_aborted_is_not_reported_as_repaired():
     member.rank = 0
     order = Repair(1, 6, [], [], {0: Source(0, 0)})
     with pytest.raises(EpochClosed):
-        protocol.run(Recovery(member, Operations(member, closes(member)))._repair(order))
+        protocol.run(WorkerRecovery(member, Operations(member, closes(member)))._repair(order))
     other = Member()
     other.rank = 0
-    assert protocol.run(Recovery(other, Operations(other))._repair(order)).epoch == 1
+    assert protocol.run(WorkerRecovery(other, Operations(other))._repair(order)).epoch == 1
 
 
 def test_nothing_may_leave_a_worker_any_more_when_its_operations_are_aborted():
@@ -128,7 +128,7 @@ def test_the_activations_of_an_interrupted_step_are_freed_before_the_recovery():
 
     alive = []
 
-    class Frames(Recovery):
+    class Frames(WorkerRecovery):
         async def _begin(self):
             pass
 

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from ft import cli
-from ft.lab.estimate.cluster import DEVICES, MODELS, Cluster, fitted
+from ft.lab.estimate.cluster import DEVICES, MODELS, GpuCluster, fitted
 from ft.lab.estimate.command import KEYS, EstimateQuestion, calibrated, cluster_of, estimate, question, shares
 from ft.lab.estimate.profile import profile
 from ft.systems.dmr.plan.check import problems
@@ -74,7 +74,7 @@ def test_the_overhead_is_at_or_below_the_paper_s(name, printed, batches):
     ],
 )
 def test_a_trace_is_one_that_can_have_happened(model, pp, others, tmp_path):
-    cluster = Cluster(DEVICES["h200"], 8 * pp)
+    cluster = GpuCluster(DEVICES["h200"], 8 * pp)
     layout = fitted(MODELS[model], cluster, pp, **({"batch": 2, "dp": 1} | others))
     trace = profile(MODELS[model], layout, cluster)
     write_trace(tmp_path / "prof.json", trace)
@@ -101,7 +101,7 @@ def _nothing_overlaps_and_nothing_is_left_out(trace, stage):
 
 
 def test_early_stop_recomputes_up_to_the_last_product_and_marks_it():
-    cluster = Cluster(DEVICES["h200"], 8)
+    cluster = GpuCluster(DEVICES["h200"], 8)
     layout = fitted(MODELS["llama3-8b"], cluster, 1, dp=1, batch=1, early_stop=True)
     trace = profile(MODELS["llama3-8b"], layout, cluster)
     layer = [op for op in trace.ops if op.layer == 1]
@@ -113,7 +113,7 @@ def test_early_stop_recomputes_up_to_the_last_product_and_marks_it():
 
 @pytest.mark.parametrize(("target", "share"), [("idle", 0.68), ("idle", 0.5), ("naive_overhead", 0.36)])
 def test_calibration_hits_its_target(target, share):
-    model, cluster = MODELS["llama3-70b"], Cluster(DEVICES["h200"], 24)
+    model, cluster = MODELS["llama3-70b"], GpuCluster(DEVICES["h200"], 24)
     layout = fitted(model, cluster, 3, batch=16)
     found = calibrated(model, layout, cluster, target, share)
     assert getattr(shares(model, layout, found), target) == pytest.approx(share, abs=1e-6)
@@ -122,7 +122,7 @@ def test_calibration_hits_its_target(target, share):
 def test_slower_transfers_and_more_memory_never_make_dmr_dearer():
     def overhead(slowdown: float, budget: float) -> float:
         asked = asked_for(f"--model llama3-8b --gpus 8 --tp 4 --pp 2 --batch 2 --memory {budget}")
-        return estimate(asked, Cluster(DEVICES["h200"], 8, slowdown=slowdown)).predicted.overhead
+        return estimate(asked, GpuCluster(DEVICES["h200"], 8, slowdown=slowdown)).predicted.overhead
 
     assert overhead(1.0, 60e9) >= overhead(3.0, 60e9) >= overhead(9.0, 60e9)
     assert overhead(3.0, 36e9) >= overhead(3.0, 40e9) >= overhead(3.0, 140e9)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ft.lab.estimate.block import Transfer, Work, backward, forward, head, saved_bytes, seconds
-from ft.lab.estimate.cluster import DEVICES, MODELS, RESERVED, STATES, Cluster, Layout, fitted
+from ft.lab.estimate.block import OperatorWork, Transfer, backward, forward, head, saved_bytes, seconds
+from ft.lab.estimate.cluster import DEVICES, MODELS, RESERVED, STATES, GpuCluster, Layout, fitted
 from ft.lab.estimate.profile import over_units, stage_memory
 from ft.systems.schedule.kinds import Pipeline, orders
 
@@ -31,9 +31,9 @@ def test_flops_of_llama_3_405b_are_the_published_3_8e25():
 @pytest.mark.parametrize("name", MODELS)
 def test_operators_of_a_layer_add_up_to_the_model_s_flops(name, fused):
     model = MODELS[name]
-    layout = fitted(model, Cluster(DEVICES["h200"], 8), 1, fused_gate=fused)
+    layout = fitted(model, GpuCluster(DEVICES["h200"], 8), 1, fused_gate=fused)
     flops = {
-        part: layout.tp * sum(step.flops for step in steps if isinstance(step, Work))
+        part: layout.tp * sum(step.flops for step in steps if isinstance(step, OperatorWork))
         for part, steps in {"layer": forward(model, layout), "head": head(model, layout)}.items()
     }
     total = 3 * (model.layers * flops["layer"] + flops["head"])
@@ -43,12 +43,12 @@ def test_operators_of_a_layer_add_up_to_the_model_s_flops(name, fused):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_backward_has_two_products_for_each_and_turns_every_transfer_round(name, fused):
-    layout = fitted(MODELS[name], Cluster(DEVICES["h200"], 8), 1, fused_gate=fused)
+    layout = fitted(MODELS[name], GpuCluster(DEVICES["h200"], 8), 1, fused_gate=fused)
     steps = forward(MODELS[name], layout)
     back = backward(steps)
 
     def products(part):
-        return sum(step.flops for step in part if isinstance(step, Work) and step.kind == "product")
+        return sum(step.flops for step in part if isinstance(step, OperatorWork) and step.kind == "product")
 
     assert products(back) == pytest.approx(2 * products(steps))
     sent = [[step.sent for step in part if isinstance(step, Transfer)] for part in (steps, back)]
@@ -110,7 +110,7 @@ def test_tight_memory_forces_more_stages_as_in_the_paper():
         for budget, pp in fewest.items():
             model, fits = MODELS[name], []
             for stages in (pp - 1, pp):
-                cluster = Cluster(DEVICES["h200"], 8 * stages)
+                cluster = GpuCluster(DEVICES["h200"], 8 * stages)
                 layout = fitted(model, cluster, stages, batch=16, state=STATES["titan"])
                 most = max(peak(model, layout, stage) for stage in range(stages)) + RESERVED
                 fits.append(most <= budget * 1e9)
@@ -118,7 +118,7 @@ def test_tight_memory_forces_more_stages_as_in_the_paper():
 
 
 def test_a_product_takes_its_flops_and_an_elementwise_operator_its_bytes():
-    cluster = Cluster(DEVICES["h200"], 8)
+    cluster = GpuCluster(DEVICES["h200"], 8)
     steps = {step.name: step for step in forward(LLAMA, Layout(tp=8, pp=1))}
     flops = 2 * 8192 * 8192 * 2 * 28672 / 8
     assert seconds(steps["mlp_up"], cluster) == pytest.approx(flops / (989e12 * 0.70))
@@ -126,7 +126,7 @@ def test_a_product_takes_its_flops_and_an_elementwise_operator_its_bytes():
 
 
 def test_a_gather_sends_all_but_its_own_part_and_nothing_without_tensor_parallel():
-    cluster = Cluster(DEVICES["h200"], 8, slowdown=3.0)
+    cluster = GpuCluster(DEVICES["h200"], 8, slowdown=3.0)
     steps = {step.name: step for step in forward(LLAMA, Layout(tp=8, pp=1))}
     sent = 8192 * 8192 * 2 * 7 / 8
     assert seconds(steps["gather norm1"], cluster) == pytest.approx(3 * (sent / (450e9 * 0.75) + 20e-6))
@@ -140,5 +140,5 @@ def test_experts_exchange_tokens_and_spread_over_any_part_of_the_tensor_parallel
         steps = forward(SCOUT, Layout(tp=8, pp=1, ep=ep))
         exchanged = [step.name for step in steps if isinstance(step, Transfer) and step.kind == "ep"]
         assert exchanged == ["dispatch", "combine"]
-        flops.append(sum(step.flops for step in steps if isinstance(step, Work)))
+        flops.append(sum(step.flops for step in steps if isinstance(step, OperatorWork)))
     assert flops == pytest.approx([flops[0]] * 3)

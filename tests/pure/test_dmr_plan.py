@@ -7,7 +7,7 @@ from dmr_traces import pipeline_trace, random_trace, wider
 from msgspec.structs import replace
 
 from ft.systems.dmr.plan.check import loads, peaks, problems
-from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.planner import PlannerOptions, plan
 from ft.systems.dmr.plan.text import reasons
 from ft.systems.dmr.plan.trace import (
     D_INTER,
@@ -80,8 +80,8 @@ def test_a_phase_more_never_makes_an_iteration_longer(seeds):
         trace, budget = some(seed, dynamic=seed % 2 == 0)
         times = [each.t_plan for each in plan(trace, budget).phases]
         assert times == sorted(times, reverse=True), seed
-        assert times[0] == plan(trace, budget, Options(phases=0)).predicted.t_plan
-        assert times[2] == plan(trace, budget, Options(phases=2)).predicted.t_plan
+        assert times[0] == plan(trace, budget, PlannerOptions(phases=0)).predicted.t_plan
+        assert times[2] == plan(trace, budget, PlannerOptions(phases=2)).predicted.t_plan
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 4), (4, 6), (2, 4, 2)])
@@ -91,7 +91,7 @@ def test_in_a_pipeline_nothing_is_overrun_either_and_bubbles_hide_what_else_is_n
     assert not list(problems(found))
     times = [each.t_plan for each in found.phases]
     assert times == sorted(times, reverse=True) and found.predicted.t_plan < found.predicted.t_naive
-    without = plan(trace, 6000.0, Options(kinds=("p2p", "dp", "tp", "ep")))
+    without = plan(trace, 6000.0, PlannerOptions(kinds=("p2p", "dp", "tp", "ep")))
     assert not list(problems(without))
     if shape[0] > 1:
         assert found.predicted.t_plan < without.predicted.t_plan
@@ -110,7 +110,7 @@ def test_without_dmr_the_iteration_takes_what_it_took_in_the_trace(shape):
 
 def test_naive_dmr_costs_what_is_executed_and_the_bubbles_that_grow_with_it():
     trace = pipeline_trace(Pipeline(4, 8), tp_us=0.0)
-    found = plan(trace, 1e6, Options(phases=0)).predicted
+    found = plan(trace, 1e6, PlannerOptions(phases=0)).predicted
     compared = sum(op.compare_us for op in trace.ops) / 4
     assert 2 * found.t_none < found.t_naive < 2 * found.t_none + 2 * compared
     assert found.t_plan == found.t_naive and found.gain == 0.0
@@ -171,7 +171,7 @@ def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops
     windows = (Window("w", 40.0, 10.0, "tp"),)
     found = plan(replace(found.trace, windows=windows), 0.0)
     assert found.assign["forward1"].set == D_INTRA and found.predicted.exposed_us == 0.0
-    assert plan(found.trace, 0.0, Options(phases=1)).assign["forward1"].set == PIGGYBACK
+    assert plan(found.trace, 0.0, PlannerOptions(phases=1)).assign["forward1"].set == PIGGYBACK
 
 
 def test_without_a_recomputation_a_segment_is_no_second_execution():
@@ -189,7 +189,7 @@ def test_an_agc_segment_keeps_its_boundary_alone():
     [segment] = found.segments.values()
     assert segment.ops == tuple(op.id for op in ops) and set(segment.keeps) == {"t0", "t5"} and segment.load_us == 50
     assert found.predicted.exposed_us == 0
-    assert plan(trace, 24.0, Options(phases=1)).predicted.exposed_us == 50
+    assert plan(trace, 24.0, PlannerOptions(phases=1)).predicted.exposed_us == 50
 
 
 def test_where_memory_is_scarce_activations_are_regenerated():
@@ -221,7 +221,7 @@ def test_a_known_plan_that_cannot_be_followed_here_changes_nothing():
     assert ample.predicted.t_plan < tight.predicted.t_plan
     assert plan(trace, 1500.0, known=[ample]) == tight
     assert plan(trace, 1e6, known=[tight]).predicted == ample.predicted
-    fewer = Options(kinds=("tp",))
+    fewer = PlannerOptions(kinds=("tp",))
     assert plan(trace, 1e6, fewer, known=[ample]) == plan(trace, 1e6, fewer)
 
 

@@ -9,9 +9,9 @@ from dmr_traces import pipeline_trace, random_trace
 from msgspec.structs import replace
 
 from ft.systems.dmr.plan.check import problems
-from ft.systems.dmr.plan.online import DeferredCheck, Waiting
-from ft.systems.dmr.plan.phases import Graph
-from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.online import DeferredCheck, DeferredQueue
+from ft.systems.dmr.plan.phases import TensorGraph
+from ft.systems.dmr.plan.planner import PlannerOptions, plan
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
     D_INTRA,
@@ -183,12 +183,12 @@ def _ids(part: list[Operator]) -> tuple[str, ...]:
 def test_a_graph_without_recomputation_regenerates_nothing():
     trace = pipeline_trace(Pipeline(1, 1), layers=1)
     ops = tuple(op for op in trace.ops if op.phase == BACKWARD)
-    assert Graph(ops).regenerated(ops) is None
-    assert plan(replace(trace, ops=ops), 1e6, Options(phases=2)).assign.keys() == {op.id for op in ops}
+    assert TensorGraph(ops).regenerated(ops) is None
+    assert plan(replace(trace, ops=ops), 1e6, PlannerOptions(phases=2)).assign.keys() == {op.id for op in ops}
 
 
 def test_what_uses_a_tensor_is_executed_before_it_changes():
-    waiting = Waiting()
+    waiting = DeferredQueue()
     for entry in (DeferredCheck("a", 5.0, 100.0), DeferredCheck("b", 30.0, 100.0), DeferredCheck("c", 10.0, 50.0)):
         waiting.put(entry)
     assert [waiting.take(op).key for op in ("a", "c")] == ["a", "c"] and [one.key for one in waiting] == ["b"]
@@ -212,7 +212,7 @@ def test_what_never_fits_does_not_crowd_out_what_does():
 def test_a_queue_that_lives_on_decides_as_one_that_is_looked_at_anew_each_time(seed):
     rng = random.Random(seed)
     for _ in range(40):
-        waiting, entries = Waiting(), []
+        waiting, entries = DeferredQueue(), []
         for i in range(80):
             what, limit = rng.randrange(5), rng.choice((0.0, 8.0, 20.0, math.inf))
             if what <= 1:
@@ -255,12 +255,12 @@ def test_in_a_trace_of_dynamic_windows_they_are_used_and_nothing_is_overrun():
     dynamic = {window.id for window in trace.windows if window.dynamic}
     used = [how for how in found.assign.values() if how.window in dynamic]
     assert used and {how.set for how in used} == {D_INTRA} and not list(problems(found))
-    assert found.predicted.t_plan < plan(trace, 6000.0, Options(phases=2)).predicted.t_plan
+    assert found.predicted.t_plan < plan(trace, 6000.0, PlannerOptions(phases=2)).predicted.t_plan
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_static_planning_leaves_dynamic_windows_to_the_run(dynamic):
     trace = random_trace(11, dynamic=False)
     windows = tuple(replace(window, dynamic=dynamic, kind="ep") for window in trace.windows)
-    found = plan(replace(trace, windows=windows), 1e6, Options(phases=2))
+    found = plan(replace(trace, windows=windows), 1e6, PlannerOptions(phases=2))
     assert not any(how.window for how in found.assign.values()) and NAIVE in {how.set for how in found.assign.values()}

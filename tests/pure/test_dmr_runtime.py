@@ -39,7 +39,7 @@ from ft.systems.dmr.runtime.protection import (
 from ft.systems.dmr.runtime.queue import DeviceTime, HostTime, spent_on
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, OperatorAligner, Planned
-from ft.systems.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
+from ft.systems.dmr.runtime.suspects import GIVE_UP, AttemptLimits, Outcome
 
 # how a plan is followed
 
@@ -355,7 +355,7 @@ def protection(*, can_evict: bool, any_known: bool) -> IterationVerifier:
     engine = SimpleNamespace(findings=findings, iteration=lambda microbatches, learns: nullcontext())
     undo = SimpleNamespace(begin=lambda: None)
     trainer = SimpleNamespace(step=4, batch_now=8, microbatches=lambda samples: 1)
-    return IterationVerifier(trainer, engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
+    return IterationVerifier(trainer, engine, undo, SimpleNamespace(can_evict=can_evict), AttemptLimits(), "naive")
 
 
 def failing(error: Exception):

@@ -11,7 +11,7 @@ from ft.systems.dmr.runtime.suspects import (
     EVICT,
     GIVE_UP,
     RETRY,
-    Limits,
+    AttemptLimits,
     WrongAttempts,
     decide,
     most_telling,
@@ -45,7 +45,7 @@ reports = some.dictionaries(some.integers(0, RANKS - 1), found, min_size=1)
 histories = some.lists(reports, min_size=1, max_size=6)
 wrong = some.lists(some.frozensets(some.sampled_from(OPERATORS), min_size=1, max_size=2), max_size=6).map(tuple)
 memories = some.fixed_dictionaries(dict.fromkeys(range(RANKS), wrong))
-limits = some.builds(Limits, retries=some.integers(0, 4), repeats=some.integers(1, 8))
+limits = some.builds(AttemptLimits, retries=some.integers(0, 4), repeats=some.integers(1, 8))
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -95,7 +95,7 @@ def test_nobody_is_evicted_for_an_operator_that_differs_on_several(history, earl
 @given(histories, some.integers(0, RANKS - 1), some.sampled_from(OWN))
 def test_who_alone_is_always_wrong_is_evicted_in_the_end(history, rank, how):
     history = [{**reported, rank: (mismatch(how, "addmm"),)} for reported in history]
-    given_limits = Limits(retries=len(history) - 1, repeats=100)
+    given_limits = AttemptLimits(retries=len(history) - 1, repeats=100)
     outcome = decide(history, NOBODY, given_limits)
     if all(wrong_attempts(history, each) == len(history) for each in range(RANKS)):
         assert outcome.action == GIVE_UP
@@ -137,12 +137,12 @@ FOLLOWED = {0: (placed("add", 7), placed("mm", 9)), 1: (placed("mm", 4), placed(
 """A wrong product on rank 1 reaches rank 0 by an all-reduce within the layer; the recomputation of both differs."""
 SENT, SENT_NEXT = placed("linear", 4, call=3, part=1), placed("linear", 4, call=3, part=2)
 RETURNED = placed("linear", 4, call=3)
-TWICE, FIVE, TEN = Limits(2), Limits(retries=2, repeats=5), Limits(retries=10, repeats=5)
+TWICE, FIVE, TEN = AttemptLimits(2), AttemptLimits(retries=2, repeats=5), AttemptLimits(retries=10, repeats=5)
 DECIDED = {
     "one flip": (ONCE_MORE[:1], NOBODY, TWICE, RETRY),
     "two flips on two ranks": (ONCE_MORE[:2], NOBODY, TWICE, RETRY),
     "flips that do not come back": (ONCE_MORE, NOBODY, TWICE, GIVE_UP),
-    "one flip, no retries": (ONCE_MORE[:1], NOBODY, Limits(0), (1,)),
+    "one flip, no retries": (ONCE_MORE[:1], NOBODY, AttemptLimits(0), (1,)),
     "wrong again and again over the steps": ([attempt(r3=AT_ONCE)], before(r3=4), FIVE, (3,)),
     "not often enough over the steps": ([attempt(r3=AT_ONCE)], before(r3=3), FIVE, RETRY),
     "received wrongly, however often": ([attempt(r3=MESSAGE)], before(r3=9), FIVE, RETRY),

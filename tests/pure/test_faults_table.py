@@ -28,7 +28,7 @@ from ft.faults.table import (
     WORKER,
     row_of,
 )
-from ft.faults.worker import ACTS, IN_TRAINING, Frames, Reports
+from ft.faults.worker import ACTS, IN_TRAINING, ChunkFilter, Reports
 from ft.job import messages as m
 from ft.systems.hot_swap.recovery_manager import _ACTS as SESSION_ACTS
 from ft.worker.session import surroundings
@@ -108,7 +108,7 @@ def test_the_command_prints_every_kind_and_key(capsys):
 
 
 def sent(kind: str, chunks: int) -> list[tuple[bytes, bytes]]:
-    disturb = Frames(kind, 0.0)
+    disturb = ChunkFilter(kind, 0.0)
     pieces = [[bytes([index]), bytes([index, index])] for index in range(chunks)]
     return [tuple(map(bytes, one)) for index in range(chunks) for one in disturb(index, chunks, pieces[index])]
 

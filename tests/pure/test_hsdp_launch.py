@@ -11,7 +11,7 @@ from ft.base.errors import NOT_SAVED, UserError
 from ft.commands import replicas as run
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.replicas import flags, marks, member, places, policy
-from ft.job.replicas.flags import Replicas
+from ft.job.replicas.flags import ReplicaOptions
 from ft.job.replicas.member import next_life
 from ft.job.replicas.places import LauncherPart, parts_of
 from ft.platform import election
@@ -41,10 +41,10 @@ def places_of(replica: int, parts: list[LauncherPart]) -> int:
 def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
     script = Script("script.py", False, [])
     whole = RunOptions(script, Cluster(4, 3, 0, "10.0.0.1", 29400), 8, 0, tmp_path, "r", 9, True, "10.0.0.4")
-    own = run.replica_options(parts_of(3, 4, 8, 2)[0], whole, Replicas(2))
+    own = run.replica_options(parts_of(3, 4, 8, 2)[0], whole, ReplicaOptions(2))
     assert (own.run_dir, own.run_id) == (tmp_path / "replica-1", "r-replica-1")
     assert own.cluster == Cluster(2, 1, 0, "10.0.0.1", 29400, in_folder=True)
-    first = run.replica_options(parts_of(2, 4, 8, 2)[0], whole, Replicas(2))
+    first = run.replica_options(parts_of(2, 4, 8, 2)[0], whole, ReplicaOptions(2))
     assert first.cluster == Cluster(2, 0, 0, "10.0.0.4", 0, in_folder=True), "its own control plane is here"
     assert not own.hot_swap and own.world_size == 16 and (own.replicas, own.reorders) == (2, False)
     assert member.unpack(member.pack(own, [], 1.5)) == (own, [], 1.5)
@@ -103,8 +103,8 @@ def test_launchers_tell_one_another_who_has_ended(tmp_path):
 def test_a_replica_that_comes_alone_is_reached_where_the_quorum_server_sees_it(tmp_path):
     script, here = Script("script.py", False, []), Cluster(1, 0, 0, "127.0.0.1", 0)
     whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, True)
-    alone = flags.Replicas(3, only=2)
+    alone = flags.ReplicaOptions(3, only=2)
     assert run.reachable(whole, alone) == whole, "nobody is there yet"
     election.renew(tmp_path, election.LeaseRecord(0, 0, "tcp://127.0.0.1:4000", "", 1), election.QUORUM)
     assert run.reachable(whole, alone).local_addr == "127.0.0.1"
-    assert run.reachable(whole, flags.Replicas(3)) == whole
+    assert run.reachable(whole, flags.ReplicaOptions(3)) == whole

@@ -16,7 +16,7 @@ from ft.base.errors import UserError
 from ft.faults.hang.inspection import DEAD, Operation, Rank, Thread
 from ft.job.agent.console import RecoveryNews
 from ft.job.agent.inspections import Inspections
-from ft.job.control.inspections import Answers
+from ft.job.control.inspections import InspectionAnswers
 from ft.job.messages import Inspect, Inspected, InspectionAnswered
 from ft.net.codec import to_json
 from ft.record import block, inspections
@@ -76,7 +76,7 @@ def test_an_agent_stores_the_answers_and_what_the_system_says_of_who_does_not_an
 
 
 def test_the_control_plane_finds_the_cause_in_the_answers_of_all_nodes(tmp_path):
-    state, posted, answers = World(nodes=2).run().state, [], Answers(tmp_path)
+    state, posted, answers = World(nodes=2).run().state, [], InspectionAnswers(tmp_path)
     threads = (Thread("MainThread", ("a.py:1 a",) * 50, trains=True), Thread("another", ("b.py:1 b",)))
     state.inspections = 1
     for node, other in (("n0", "n1"), ("n1", "n0")):
@@ -93,7 +93,7 @@ def test_the_control_plane_finds_the_cause_in_the_answers_of_all_nodes(tmp_path)
 
 
 def test_answers_to_an_earlier_inspection_and_answers_that_make_no_sense_are_no_evidence(tmp_path, capfd):
-    state, answers = World().run().state, Answers(tmp_path)
+    state, answers = World().run().state, InspectionAnswers(tmp_path)
     state.inspections = 2
     answers.take(state, InspectionAnswered("n0", 1, {}))
     answers.take(state, InspectionAnswered("n0", 2, {"wall": 1, "why": "", "ranks": [3], "groups": {}, "seats": {}}))
@@ -108,7 +108,7 @@ def test_an_inspection_for_which_no_thread_can_be_started_is_no_evidence_and_end
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    state, posted, answers = World().run().state, [], Answers(tmp_path)
+    state, posted, answers = World().run().state, [], InspectionAnswers(tmp_path)
     state.inspections, kept = 1, Inspections(tmp_path, "n0", posted.append)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     kept.begins(Inspect(1, "a stall", SEATS), dict.fromkeys(SEATS.values()))

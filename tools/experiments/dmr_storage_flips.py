@@ -134,7 +134,7 @@ def trials(job, case, way, count: int, seed: int, stop_after: float) -> dict:
     import dmr_jobs
     import torch.distributed as dist
 
-    from ft.systems.dmr.runtime.suspects import Limits, WrongAttempts
+    from ft.systems.dmr.runtime.suspects import AttemptLimits, WrongAttempts
 
     again, verifier = dmr_jobs.Again(job), dmr_jobs.protection(job, way)
     told: list = []
@@ -144,7 +144,7 @@ def trials(job, case, way, count: int, seed: int, stop_after: float) -> dict:
 
     def step(due: int = -1, number: int = 0) -> tuple:
         told.clear()
-        verifier._memory = WrongAttempts(Limits().memory)  # otherwise the rank would be suspected of a lasting fault
+        verifier._memory = WrongAttempts(AttemptLimits().memory)  # else the rank would be suspected of a lasting fault
         below.arm(due, number)
         with below:
             done = again.step()

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).paren
 
 from ft.faults import parse, schedule  # noqa: E402
 from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES  # noqa: E402
-from ft.faults.table import CONTROL, FILES, HARMLESS, STOPPED, TABLE, UNNOTICED, WORKER, Row, row_of  # noqa: E402
+from ft.faults.table import CONTROL, FILES, HARMLESS, STOPPED, TABLE, UNNOTICED, WORKER, FaultRow, row_of  # noqa: E402
 from ft.record.recoveries import recoveries  # noqa: E402
 
 RANKS, STANDBYS = 4, 1
@@ -108,21 +108,21 @@ def plan(seed: int, faults: int = FAULTS, but: tuple[str, ...] = ()) -> list[str
     return specs
 
 
-def _kind(number: int) -> Row:
+def _kind(number: int) -> FaultRow:
     """Return row ``number`` of an endless sequence of shuffled tables."""
     order = list(ROWS)
     random.Random(f"order {number // len(ROWS)}").shuffle(order)
     return order[number % len(ROWS)]
 
 
-def _at_step(row: Row, step: int, rng: random.Random) -> str:
+def _at_step(row: FaultRow, step: int, rng: random.Random) -> str:
     if row.where == CONTROL:
         return _spec(row, f"step={step}")
     phases = ("between", "forward") if row.kind in EARLY else [p for p in STEP_PHASES if p not in ("evaluate", "save")]
     return _spec(row, f"step={step}:rank={rng.randrange(RANKS)}:phase={rng.choice(phases)}")
 
 
-def _spec(row: Row, when: str) -> str:
+def _spec(row: FaultRow, when: str) -> str:
     return row.spec(f"{when}:{BRIEF[row.kind]}" if row.kind in BRIEF else when)
 
 
@@ -219,7 +219,7 @@ def what_came(history, specs: list[str]) -> list[dict]:
     return found
 
 
-def _in_time(event, interruptions, row: Row):
+def _in_time(event, interruptions, row: FaultRow):
     """Find the interruption of a fault. If two faults hit one rank, an interruption names only the last of them."""
     if row.outcome == HARMLESS:
         return None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ft.adapters.megatron_lm import refusals, state, step, trainer, tree
 from ft.adapters.megatron_lm.hooks import split
 from ft.adapters.megatron_lm.iterators import Iterators, prepare
-from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Log, Run
+from ft.adapters.megatron_lm.state import CheckoutRun, EnterLoopAgain, LayerExit, StepLog
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state
@@ -25,7 +25,7 @@ from megatron.patches import step_state
 from megatron.patches.replace import replace
 
 
-def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def take_seat(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Attach to the run, make the default process group, and let the checkout make the others.
 
     A standby waits here for a rank. By then it has imported its modules, parsed its arguments and built its tokenizer
@@ -81,7 +81,7 @@ def refusing(speaks: bool = True) -> Iterator[None]:
 _TRAINING = "megatron.training.training"
 
 
-def install(run: Run, metrics: Path | None) -> None:
+def install(run: CheckoutRun, metrics: Path | None) -> None:
     """Wrap every hook in a process that trains with the protections ``run.protections``.
 
     Args:
@@ -107,17 +107,17 @@ def install(run: Run, metrics: Path | None) -> None:
         _around(training, name, run, wrapper)
 
 
-def _around(module: Any, name: str, run: Run, wrapper: Callable[..., Any]) -> None:
+def _around(module: Any, name: str, run: CheckoutRun, wrapper: Callable[..., Any]) -> None:
     """Replace the function ``module.name`` by one that calls ``wrapper(run, original, ...)`` with its own arguments."""
     original = getattr(module, name)
     replace(module.__name__, name, functools.wraps(original)(functools.partial(wrapper, run, original)))
 
 
-def _begin(run: Run, given: dict[str, Any]) -> None:
+def _begin(run: CheckoutRun, given: dict[str, Any]) -> None:
     run.provider, run.forward_step = given["train_valid_test_dataset_provider"], given["forward_step_func"]
 
 
-def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _set_up(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build model, optimizer and learning-rate schedule.
 
     A worker that takes its state from other workers does not load a checkpoint. It initialises its weights like any
@@ -137,14 +137,14 @@ def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
     return run.chunks, run.optimizer, run.scheduler
 
 
-def _load_extra(run: Run, original: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_extra(run: CheckoutRun, original: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Load the values that the layers keep in a checkpoint's arguments, when the checkout checks these arguments."""
     run.extra.clear()
     run.extra.update(getattr(checkpoint_args, "ft_extra", {}))
     return original(checkpoint_args, *args, **kwargs)
 
 
-def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tuple:
+def _make_iterators(run: CheckoutRun, original: Callable[..., Any], provider: Any) -> tuple:
     """Make the iterators of a model chunk.
 
     A worker that takes its state from other workers makes its iterators again when it has the state. Therefore its
@@ -161,7 +161,7 @@ def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tu
     return made
 
 
-def _repeat(run: Run, metrics: Path | None, rest: Callable[[], None]) -> None:
+def _repeat(run: CheckoutRun, metrics: Path | None, rest: Callable[[], None]) -> None:
     """Call ``rest``, and call it again after every recovery, until training is over; then end this worker's session.
 
     Args:
@@ -177,7 +177,7 @@ def _repeat(run: Run, metrics: Path | None, rest: Callable[[], None]) -> None:
     writes = dist.get_rank() == dist.get_world_size() - 1
     with refusing():
         first = args.train_iters if run.protections.is_given_state else run.step
-        run.log = Log(metrics if writes else None, first)
+        run.log = StepLog(metrics if writes else None, first)
         _stack(run)
     code = run.stack.run_with_recovery(functools.partial(_work, run, rest))
     run.log.close()
@@ -187,7 +187,7 @@ def _repeat(run: Run, metrics: Path | None, rest: Callable[[], None]) -> None:
         raise SystemExit(code)
 
 
-def _stack(run: Run) -> None:
+def _stack(run: CheckoutRun) -> None:
     """Build the layers of the protections, and pass their function for the reduction of gradients to the trainer's
     loop.
     """
@@ -197,7 +197,7 @@ def _stack(run: Run) -> None:
     replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
 
-def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
+def _work(run: CheckoutRun, rest: Callable[[], None]) -> int | str | None:
     """Call ``rest``, again if a layer has set the position meanwhile; return the exit code with which the trainer ends,
     None if ``rest`` returns.
     """
@@ -216,7 +216,7 @@ def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
     return run.exit_code
 
 
-def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _logged(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Log a step of the trainer. The first step after a recovery continues with the sums from before the recovery."""
     given = step.named(original, args, kwargs)
     if not run.is_entered:
@@ -230,7 +230,7 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
     return run.reports_memory
 
 
-def _log(run: Run, given: dict[str, Any]) -> None:
+def _log(run: CheckoutRun, given: dict[str, Any]) -> None:
     """Write the values of a step that the trainer is about to log into the metrics file."""
     losses = {name: value.item() for name, value in given["loss_dict"].items() if value.numel() == 1}
     run.log.add(
@@ -251,7 +251,7 @@ def _number(value: Any) -> Any:
     return value.item() if torch.is_tensor(value) else value
 
 
-def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def _committed(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Do the last work of an iteration, and commit its step.
 
     Raises:
@@ -272,12 +272,12 @@ def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
     return ends
 
 
-def _evaluates(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _evaluates(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     run.stack.at("evaluate")
     return original(*args, **kwargs)
 
 
-def _evaluated(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _evaluated(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Evaluate, and log the loss of an evaluation during training."""
     result = original(*args, **kwargs)
     losses = result[0] or {}
@@ -286,7 +286,7 @@ def _evaluated(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
     return result
 
 
-def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _saves(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Save, if this rank takes part in the checkpoint; with --async-save, return when the checkpoint is complete."""
     if run.stack is None:
         return original(*args, **kwargs)
@@ -302,7 +302,7 @@ def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return result
 
 
-def _outcome(run: Run) -> dict[str, str | int]:
+def _outcome(run: CheckoutRun) -> dict[str, str | int]:
     """Return how training has ended: the fields of :class:`ft.job.messages.WorkerDone`, as far as they apply."""
     early = trainer.signal_of(run) if run.step < run.args.train_iters else ""
     return {"early": early, "steps": run.args.train_iters} if early else {}

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     from ft.adapters.megatron_lm import hooks, tree
     from ft.adapters.megatron_lm.install import install
-    from ft.adapters.megatron_lm.state import Run
+    from ft.adapters.megatron_lm.state import CheckoutRun
     from ft.adapters.megatron_lm.trainer import newest
     from ft.job.agent.warm import run_script
     from ft.protection.stack import Protections
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         metrics = Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl"
     if asked.ft_dmr_profile is not None:  # the steps that are measured are not those of the run that is planned
         flags, metrics = _without(flags, WRITING), None
-    install(Run(protections, " ".join(flags)), metrics)
+    install(CheckoutRun(protections, " ".join(flags)), metrics)
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         flags = resuming(flags, lambda folder: newest(folder) is not None)
     return run_script(script, False, flags)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ft.adapters.megatron_lm.step import Received
 
 
-class Log:
+class StepLog:
     """Collects the values of a step, and writes them when the step is committed.
 
     Args:
@@ -100,7 +100,7 @@ class EnterLoopAgain(FtError):
 
 
 @dataclass
-class Run:
+class CheckoutRun:
     """The state of one process that runs a checkout.
 
     Attributes:
@@ -144,7 +144,7 @@ class Run:
     loss_name: str = "lm loss"
     iterators: Iterators | None = None
     stack: Stack | None = None
-    log: Log | None = None
+    log: StepLog | None = None
     args: Any = None
     chunks: list = field(default_factory=list)
     optimizer: Any = None

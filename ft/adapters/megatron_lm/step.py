@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ft.adapters.megatron_lm import tree
-from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Run
+from ft.adapters.megatron_lm.state import CheckoutRun, EnterLoopAgain, LayerExit
 from ft.base.errors import FtError, UserError
 from ft.protection import training_state
 from megatron.core import parallel_state
@@ -37,7 +37,7 @@ class Received:
     """
 
     losses: Losses
-    run: Run
+    run: CheckoutRun
     gradients: list[torch.Tensor]
 
     def hand_over(self, **_: Any) -> Losses:
@@ -47,7 +47,7 @@ class Received:
         return self.losses
 
 
-def compute_part(run: Run, original: Callable[..., Losses], **given: Any) -> Losses:
+def compute_part(run: CheckoutRun, original: Callable[..., Losses], **given: Any) -> Losses:
     """Run the passes of this world's part of the step, and return the losses of all worlds.
 
     Args:
@@ -61,7 +61,7 @@ def compute_part(run: Run, original: Callable[..., Losses], **given: Any) -> Los
     return _of_all_worlds(run, original(**given) if own else _compute_nothing(run))
 
 
-def catch_up(run: Run) -> Received:
+def catch_up(run: CheckoutRun) -> Received:
     """Take over the state of another world, while zero gradients are exchanged. The trainer's position is set to it."""
     _clear_gradients(run)
     run.stack.catching_up()
@@ -71,7 +71,7 @@ def catch_up(run: Run) -> Received:
     return Received(losses, run, gradients)
 
 
-def rehearse(run: Run, samples: int) -> None:
+def rehearse(run: CheckoutRun, samples: int) -> None:
     """Run forward and backward passes before the trainer's loop is entered, and discard the results.
 
     Args:
@@ -97,13 +97,13 @@ def rehearse(run: Run, samples: int) -> None:
     _note_name(run, losses)
 
 
-def _clear_gradients(run: Run) -> None:
+def _clear_gradients(run: CheckoutRun) -> None:
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
 
 
-def _compute_nothing(run: Run) -> Losses:
+def _compute_nothing(run: CheckoutRun) -> Losses:
     """Exchange zero gradients, without a forward or backward pass."""
     step_state.expect_no_backward(run.chunks)
     tokens = torch.zeros([], dtype=torch.int, device=run.device)
@@ -111,14 +111,14 @@ def _compute_nothing(run: Run) -> Losses:
     return []
 
 
-def _of_all_worlds(run: Run, losses: Losses) -> Losses:
+def _of_all_worlds(run: CheckoutRun, losses: Losses) -> Losses:
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return losses
     _note_name(run, losses)
     return [{run.loss_name: total} for total in run.stack.reduce([each[run.loss_name] for each in losses])]
 
 
-def _note_name(run: Run, losses: Losses) -> None:
+def _note_name(run: CheckoutRun, losses: Losses) -> None:
     if losses:
         run.loss_name = loss_name(losses)
 
@@ -179,7 +179,7 @@ class StepResult:
         self.applied = not result[_SKIPPED]
 
 
-def take(run: Run, original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+def take(run: CheckoutRun, original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
     """Run a step within the layers, which may repeat the step.
 
     Raises:
@@ -206,7 +206,7 @@ def take(run: Run, original: Callable[..., tuple], *args: Any, **kwargs: Any) ->
     return tuple(result)
 
 
-def _begin(run: Run) -> None:
+def _begin(run: CheckoutRun) -> None:
     """Begin a step. If this world does not compute it, take over the state of the worlds that do.
 
     The trainer's loop is entered again if that has set the position, and the step goes on when the loop has come to it.
@@ -236,7 +236,7 @@ def timers() -> dict[str, Any]:
     return tree.module("global_vars").get_timers()._timers
 
 
-def leave_checks_to_layers(run: Run) -> None:
+def leave_checks_to_layers(run: CheckoutRun) -> None:
     """Disable the trainer's check of the loss, and check the loss after the layers that verify operators.
 
     The trainer would end the run because of a wrong value that a layer is about to compute again.
@@ -246,7 +246,7 @@ def leave_checks_to_layers(run: Run) -> None:
         run.args.check_for_nan_in_loss_and_grad = False
 
 
-def fingerprint(run: Run) -> dict[str, str | int]:
+def fingerprint(run: CheckoutRun) -> dict[str, str | int]:
     """Return the fingerprint of the run (:func:`ft.protection.training_state.fingerprint`): property -> value."""
     args = run.args
     return training_state.fingerprint(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ft.adapters.megatron_lm import step, tree
-from ft.adapters.megatron_lm.state import Run
+from ft.adapters.megatron_lm.state import CheckoutRun
 from ft.base import events
 from ft.base.errors import FtError, LastSaveFailed
 from ft.faults.verdict import RETRY, of_error
@@ -33,7 +33,7 @@ _PLAIN = ("step", "first_step", "flops", "samples", "earlier_samples", "reports_
 class CheckoutPosition:
     """Reads and writes the position; see :class:`ft.protection.position.Position`."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: CheckoutRun):
         self._run = run
 
     def get(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class CheckoutPosition:
         run.log.rewind(run.step)
 
 
-def _reset_batch_size(run: Run) -> None:
+def _reset_batch_size(run: CheckoutRun) -> None:
     from megatron.core.num_microbatches_calculator import update_num_microbatches
 
     update_num_microbatches(run.earlier_samples, consistency_check=False)
@@ -98,7 +98,7 @@ def _large_values() -> list[dict[str, Any]]:
     return [dict(machine.large_value_counts), dict(machine.max_values)]
 
 
-def _reset_rerun_machine(run: Run, large_values: list[dict[str, Any]]) -> None:
+def _reset_rerun_machine(run: CheckoutRun, large_values: list[dict[str, Any]]) -> None:
     """Set megatron-core's rerun state machine, which repeats suspicious steps, to its state before a step.
 
     The machine may be inside a step, or an evaluation may have disabled it.
@@ -118,7 +118,7 @@ def _reset_rerun_machine(run: Run, large_values: list[dict[str, Any]]) -> None:
     vars(machine).update(vars(new))
 
 
-def _reset_model(run: Run) -> None:
+def _reset_model(run: CheckoutRun) -> None:
     """Set the model chunks and their configuration to the state that the trainer's loop expects at its start."""
     config = run.config
     config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
@@ -131,7 +131,7 @@ def _reset_model(run: Run) -> None:
             chunk.enable_forward_pre_hook()
 
 
-def _forget_saves(run: Run) -> None:
+def _forget_saves(run: CheckoutRun) -> None:
     """Discard saves under way, and what earlier saves have cached about other ranks, because some ranks have new
     workers.
     """
@@ -145,9 +145,10 @@ _STEP_SEEDS = 1_000_003
 
 
 class CheckoutTrainer:
-    """Provides the parts of a :class:`Run` through the interface that :mod:`ft.protection.contract` documents."""
+    """Provides the parts of a :class:`CheckoutRun` through the interface that :mod:`ft.protection.contract`
+    documents."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: CheckoutRun):
         self._run, self.position, self.extra = run, CheckoutPosition(run), run.extra
         self.chunks, self.optimizer, self.scheduler = run.chunks, run.optimizer, run.scheduler
         self.loaders = run.iterators.loaders  # only in a run whose training data are divided
@@ -226,7 +227,7 @@ def finish() -> None:
 
 
 @contextlib.contextmanager
-def reported(run: Run, step: int, is_last: bool) -> Iterator[None]:
+def reported(run: CheckoutRun, step: int, is_last: bool) -> Iterator[None]:
     """Write an event about the save of ``step`` that happens inside: rank 0 if it succeeds, any rank on which it fails.
 
     All ranks that save have to call it. Meanwhile all parameters count the same optimizer steps, those of a rebuilt
@@ -259,7 +260,7 @@ def reported(run: Run, step: int, is_last: bool) -> Iterator[None]:
         observe(events.SAVED)
 
 
-def signal_of(run: Run) -> str:
+def signal_of(run: CheckoutRun) -> str:
     """Return the name of the exit signal that this rank has received, "" if none (--exit-signal-handler)."""
     if not run.args.exit_signal_handler:
         return ""
@@ -278,7 +279,7 @@ def abandon() -> None:
             process.join()
 
 
-def save(run: Run) -> None:
+def save(run: CheckoutRun) -> None:
     """Save the final checkpoint of the run, and wait until it is complete. Every rank has to call this function.
 
     Raises:
@@ -292,7 +293,7 @@ def save(run: Run) -> None:
             finish()
 
 
-def load(run: Run) -> bool:
+def load(run: CheckoutRun) -> bool:
     """Load the newest checkpoint of the run or, if it has none yet, the one that it began with. All ranks have to call
     it.
 

@@ -31,7 +31,7 @@ _CALLS = 8
 
 
 @dataclass
-class _Open:
+class _OpenInspection:
     """An inspection whose answers are being collected.
 
     Attributes:
@@ -55,7 +55,7 @@ class Inspections:
 
     def __init__(self, folder: Path, node: str, post: Callable[[InspectionAnswered], None] = lambda report: None):
         self._folder, self._node, self._post = folder, node, post
-        self._open: _Open | None = None
+        self._open: _OpenInspection | None = None
         self._writer: threading.Thread | None = None
 
     def begins(
@@ -71,7 +71,7 @@ class Inspections:
         silent = {worker: of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
         known = handlers or {}
         readable = {name: (pid, known[name]) for name in ranks if name in known and (pid := pids[name]) is not None}
-        self._open = _Open(order, time.time(), time.monotonic() + _WAIT_S, silent, readable)
+        self._open = _OpenInspection(order, time.time(), time.monotonic() + _WAIT_S, silent, readable)
 
     @property
     def is_complete(self) -> bool:
@@ -115,7 +115,7 @@ class Inspections:
         if self._writer is not None:
             self._writer.join(_STORE_S)
 
-    def _values(self, seen: _Open) -> dict[str, Any]:
+    def _values(self, seen: _OpenInspection) -> dict[str, Any]:
         silent = [to_json(rank) for worker, rank in seen.silent.items() if worker not in seen.answers]
         answers = list(seen.answers.values())
         groups = {name: members for answer in answers for name, members in answer.groups.items()}
@@ -131,7 +131,7 @@ def _innermost(threads: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**one, "frames": list(one.get("frames", ()))[:_CALLS]} for one in threads if one.get("trains")]
 
 
-def _add_stacks(seen: _Open) -> None:
+def _add_stacks(seen: _OpenInspection) -> None:
     """Add the Python calls of workers that run and have not answered."""
     mute = [worker for worker, said in seen.silent.items() if said.process == RUNNING and worker not in seen.answers]
     asked = {worker: seen.handlers[worker] for worker in mute if worker in seen.handlers}

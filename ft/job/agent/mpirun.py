@@ -42,7 +42,7 @@ from ft.base.errors import UserError
 from ft.net import mpi_relay, streams
 from ft.net.streams import TRANSPORT
 from ft.platform import network, processes, slurm
-from ft.platform.slurm import Job
+from ft.platform.slurm import JobPlace
 from ft.platform.supervisor import END_SIGNALS
 
 _FLAG = "--ft-transport"
@@ -55,12 +55,12 @@ _START = (
 )
 
 
-def read(environment: Mapping[str, str]) -> Job | None:
+def read(environment: Mapping[str, str]) -> JobPlace | None:
     """Read this node's position from mpirun's variables, which contain no host name. Return None outside mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = mpi_relay.rank_in(environment)
-    return Job("", size, rank, "")
+    return JobPlace("", size, rank, "")
 
 
 def wanted(given: argparse.Namespace) -> bool:
@@ -75,7 +75,7 @@ def wanted(given: argparse.Namespace) -> bool:
     return (here or there) == "mpi"
 
 
-def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
+def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> JobPlace:
     """Fork: this process becomes the node's MPI relay and never returns; the child returns and becomes the agent.
 
     Returns:
@@ -129,7 +129,7 @@ def _flag_in(arguments: Sequence[str]) -> str | None:
 # --- the agent's side -------------------------------------------------------------------------------------------------
 
 
-def _await_relay(ours: socket.socket) -> Job:
+def _await_relay(ours: socket.socket) -> JobPlace:
     """Wait until the relay has sent the node's position, which shows that MPI has started on all nodes.
 
     Raises:
@@ -142,7 +142,7 @@ def _await_relay(ours: socket.socket) -> Job:
         raise UserError(f"MPI has not come up on all nodes within {_START_S:g} s", _START)
     if not text:
         raise UserError("this node's MPI process has ended at its start", "its own message is above")
-    return Job(**bounded_json.loads(text))
+    return JobPlace(**bounded_json.loads(text))
 
 
 def _watch(relay: int, folder: Path) -> None:
@@ -201,11 +201,11 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, answer: 
     return codes[0], world
 
 
-def _agree(world: mpi_relay.World) -> Job:
+def _agree(world: mpi_relay.World) -> JobPlace:
     """Agree on the nodes' rendezvous address and the run's name: all nodes use the values of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
     all_nodes = [bounded_json.loads(text) for text in world.share(json.dumps(mine).encode())]
     host, port, job = all_nodes[0]
     if {theirs for theirs, *_ in all_nodes} == {host}:
         host = "127.0.0.1"
-    return Job(job, world.size, world.rank, f"{host}:{port}")
+    return JobPlace(job, world.size, world.rank, f"{host}:{port}")

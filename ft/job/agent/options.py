@@ -21,7 +21,7 @@ from ft.job.agent import devices, mpirun
 from ft.job.agent.devices import LeftOut
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
 from ft.platform import election, network, shared_state, slurm
-from ft.platform.slurm import Job, read_topology
+from ft.platform.slurm import JobPlace, read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
 _MOST_NODES, _MOST_WORKERS = 100_000, 4096
@@ -159,7 +159,7 @@ class RunOptions:
 
 
 def resolve(
-    given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None, lease: str = ""
+    given: argparse.Namespace, environment: Mapping[str, str], job: JobPlace | None = None, lease: str = ""
 ) -> RunOptions:
     """Check the flags, and fill in defaults.
 
@@ -259,7 +259,7 @@ def _control(text: str | None, cluster: Cluster | None, environment: Mapping[str
     return text
 
 
-def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
+def _cluster(given: argparse.Namespace, job: JobPlace | None) -> Cluster:
     nnodes = _nnodes(given.nnodes, job)
     if given.standalone and nnodes != 1:
         raise UserError(f"--standalone is for one node, --nnodes is {nnodes}", "drop one of the two")
@@ -281,7 +281,7 @@ def _cluster(given: argparse.Namespace, job: Job | None) -> Cluster:
     return Cluster(nnodes, node_rank, standby_nodes, host, port)
 
 
-def _nnodes(text: str | None, job: Job | None) -> int:
+def _nnodes(text: str | None, job: JobPlace | None) -> int:
     if text is None and job is not None and job.nnodes > 1 and not job.in_step:
         raise UserError(
             f"this is one process for the {job.nnodes} nodes of Slurm job {job.job}; ft run is one per node",
@@ -310,7 +310,7 @@ def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[s
     return read_topology(given.topology).find(names, f"n{cluster.node_rank}")[1]
 
 
-def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[str, int]:
+def _endpoint(given: argparse.Namespace, job: JobPlace | None, nnodes: int) -> tuple[str, int]:
     """Return (host, port) of the control plane. Port 0 means any free port."""
     text = given.rdzv_endpoint
     if text and (given.master_addr or given.master_port):
@@ -401,7 +401,7 @@ def _find_module(name: str) -> None:
         raise UserError(f"there is no module {top[:99]}", "check its name; the path of a script goes without -m")
 
 
-def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:
+def _run_dir(given: argparse.Namespace, job: JobPlace | None, cluster: Cluster, lease: str) -> Path:
     if given.run_dir:
         path = Path(given.run_dir)
     elif name := given.rdzv_id or (job and job.job):

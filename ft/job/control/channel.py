@@ -48,7 +48,7 @@ class Posted:
 
 
 @dataclass(frozen=True)
-class Record:
+class ChannelRecord:
     """The content of the control plane's journal about the messages on the channel.
 
     Attributes:
@@ -131,7 +131,7 @@ class ControlChannel:
         self._reports: SimpleQueue[Posted] = SimpleQueue()
         self._inbox = threading.Thread(target=self._read, name="ft-inbox", daemon=True)
 
-    def resume(self, record: Record) -> None:
+    def resume(self, record: ChannelRecord) -> None:
         """Restore the channel to the recorded state. This is the first call; calls of agents return only after it."""
         for node, number in (record.taken or {}).items():
             self.took(node, number)

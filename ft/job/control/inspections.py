@@ -2,9 +2,9 @@
 
 An inspection is ordered shortly before a time limit passes, because the recovery that follows ends the hanging
 operations and kills the workers at fault. So it delays a recovery by little. What follows from the answers keeps
-workers from being killed that only wait for others. :class:`Answers` stands before the decision function: the answers
-are long, so the journal gets only what follows from them (``HangJudged``). A new control plane knows nothing of an
-inspection of the one before it.
+workers from being killed that only wait for others. :class:`InspectionAnswers` stands before the decision function: the
+answers are long, so the journal gets only what follows from them (``HangJudged``). A new control plane knows nothing of
+an inspection of the one before it.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ def at_work(found: m.HangJudged | None) -> set[int]:
     return {rank for cause in causes if cause.kind in AT_WORK for rank in cause.ranks}
 
 
-class Answers:
+class InspectionAnswers:
     """Collects what workers answer when they are asked what they are doing, and then searches for the cause of a hang.
 
     The search has a thread of its own, because it takes time in a large run.

@@ -23,7 +23,7 @@ from typing import Any
 from ft.base import bounded_json
 from ft.base.events import Note
 from ft.job.control.arrivals import store_beat
-from ft.job.control.channel import KEPT_ORDERS, Posted, Record
+from ft.job.control.channel import KEPT_ORDERS, ChannelRecord, Posted
 from ft.job.control.controller import decide
 from ft.job.control.state import ControlOptions, ControlState, RecordedDecision
 from ft.job.messages import AgentBeat, from_values, to_values
@@ -111,7 +111,7 @@ class JournalContent:
     """
 
     state: ControlState
-    record: Record = field(default_factory=Record)
+    record: ChannelRecord = field(default_factory=ChannelRecord)
     notes: list[Note] = field(default_factory=list)
     now: float = 0.0
     wall: float = 0.0
@@ -152,7 +152,7 @@ def recall(path: Path) -> JournalContent:
         count += len(made)
         if "number" in entry:
             taken[entry["node"]] = entry["number"]
-    memory.record = Record(count - len(orders), list(orders), taken)
+    memory.record = ChannelRecord(count - len(orders), list(orders), taken)
     return memory
 
 

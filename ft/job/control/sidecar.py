@@ -21,9 +21,9 @@ from ft.base import bounded_json, events, files, token
 from ft.base.errors import UserError
 from ft.base.events import Note
 from ft.job.control import stragglers
-from ft.job.control.channel import ControlChannel, Posted, Record
+from ft.job.control.channel import ChannelRecord, ControlChannel, Posted
 from ft.job.control.controller import decide, next_deadline
-from ft.job.control.inspections import Answers
+from ft.job.control.inspections import InspectionAnswers
 from ft.job.control.journal import Journal, JournalContent, lives, recall
 from ft.job.control.state import ENDED, ControlOptions, ControlStart, ControlState, Worker
 from ft.job.control.stragglers import PaceBook
@@ -140,7 +140,7 @@ class Sidecar:
     ):
         self._folder, self._channel, self._standing = folder, channel, standing
         self._events = events.EventLog(folder / "events.jsonl")
-        self._paces, self._answers = PaceBook(folder / STEP_TIMES), Answers(folder)
+        self._paces, self._answers = PaceBook(folder / STEP_TIMES), InspectionAnswers(folder)
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
         self._left: set[str] = set()
@@ -198,7 +198,7 @@ class Sidecar:
     def _resume(self) -> None:
         memory = self._memory
         if memory is None:
-            self._channel.resume(Record())
+            self._channel.resume(ChannelRecord())
             return
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))

@@ -6,8 +6,8 @@ a leader election. ``decide.decide`` makes the decision as a pure function, with
 ``server`` is the process around this function, and ``client`` is a leader's end of the protocol.
 """
 
-from ft.job.quorum.client import GIVEN_UP, REPAIRS, Notice, QuorumClient
+from ft.job.quorum.client import GIVEN_UP, REPAIRS, QuorumClient, ReplicaNotice
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.values import EPOCHS, NoQuorum, Quorum, Report
 
-__all__ = ["EPOCHS", "GIVEN_UP", "REPAIRS", "Limits", "NoQuorum", "Notice", "Quorum", "QuorumClient", "Report"]
+__all__ = ["EPOCHS", "GIVEN_UP", "REPAIRS", "Limits", "NoQuorum", "Quorum", "QuorumClient", "ReplicaNotice", "Report"]

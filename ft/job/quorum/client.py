@@ -412,7 +412,7 @@ wait for it as long as the notice is open, for ``Limits.repair_s`` at most.
 """
 
 
-class Notice:
+class ReplicaNotice:
     """Tells every server of the run something about a replica, until it is closed.
 
     Args:

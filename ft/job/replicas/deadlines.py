@@ -10,7 +10,7 @@ LONGEST_S = 60.0
 _STEPS_REMEMBERED = 20
 
 
-class StepTimes:
+class LastDurations:
     """Durations of the last 20 steps."""
 
     def __init__(self) -> None:

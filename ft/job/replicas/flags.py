@@ -23,7 +23,7 @@ SAVE_INTERVAL = "FT_SPARE_SAVE_INTERVAL"
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaOptions:
     """Replica options of a run.
 
     Attributes:
@@ -141,7 +141,7 @@ def wanted(given: argparse.Namespace) -> bool:
 
 
 class SparePlan(Protocol):
-    """SPARe's plan of a run; the attributes are those of :class:`Replicas`."""
+    """SPARe's plan of a run; the attributes are those of :class:`ReplicaOptions`."""
 
     redundancy: int
     save_interval: int
@@ -149,7 +149,7 @@ class SparePlan(Protocol):
 
 def read(
     given: argparse.Namespace, place_stacks: Callable[[int, int], object], read_plan: Callable[[str, int], SparePlan]
-) -> Replicas:
+) -> ReplicaOptions:
     """Check the parsed flags and fill in defaults.
 
     Args:
@@ -181,7 +181,7 @@ def read(
                 place_stacks(replicas, redundancy)
     problems.refuse()
     scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
-    return Replicas(replicas, only, least, wait_s, scaling, redundancy, interval, streams, chunk, chunks)
+    return ReplicaOptions(replicas, only, least, wait_s, scaling, redundancy, interval, streams, chunk, chunks)
 
 
 def _other_redundancy(given: int | None, planned: int) -> Iterator[Problem]:

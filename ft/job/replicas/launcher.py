@@ -24,7 +24,7 @@ from ft.faults.hang.replicas import FOR_OTHERS
 from ft.job.agent.console import Console, Tail
 from ft.job.agent.inspections import of_the_system
 from ft.job.control.state import ENDED, GATHERING
-from ft.job.quorum import EPOCHS, GIVEN_UP, Notice
+from ft.job.quorum import EPOCHS, GIVEN_UP, ReplicaNotice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.host import QuorumHost
 from ft.job.replicas.marks import Marks, read
@@ -260,8 +260,8 @@ class Launcher:
         self._ending: dict[int, float] = {}
         self._have_trained: set[int] = set()
         self._orphans_since: float | None = None
-        self._verdict: policy.Verdict | None = None
-        self._failure_notices: list[Notice] = []
+        self._verdict: policy.NextAction | None = None
+        self._failure_notices: list[ReplicaNotice] = []
 
     def run(self) -> int:
         """Run until the run ends; return the exit code. No process of the run is left on this node afterwards."""
@@ -335,12 +335,12 @@ class Launcher:
         self._mark(member.replica, marks.GIVEN_UP)
         self._failure_notices.append(self._notify(member, reason))
 
-    def _notify(self, member: ReplicaMember, reason: str) -> Notice:
+    def _notify(self, member: ReplicaMember, reason: str) -> ReplicaNotice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
         life = next_life(member.folder, 0) - 1
         if member.options.hot_swap:  # each epoch of its workers was a life
             life = (life + 1) * EPOCHS - 1
-        return Notice(self._run_dir, member.replica, life, token.find(self._run_dir, 0.0), GIVEN_UP, reason)
+        return ReplicaNotice(self._run_dir, member.replica, life, token.find(self._run_dir, 0.0), GIVEN_UP, reason)
 
     def _mark(self, replica: int, mark: str) -> None:
         try:
@@ -434,10 +434,10 @@ class Launcher:
 
     def _decide(self, now: float, seen: Seen) -> None:
         if self._place is not None and self._place.is_lost:
-            self._verdict = policy.Verdict(policy.END, "a standby node has taken the place of this node", code=1)
+            self._verdict = policy.NextAction(policy.END, "a standby node has taken the place of this node", code=1)
         elif self._signum:
             if all(member.process is None for member in self._members.values()):
-                self._verdict = policy.Verdict(policy.END, "all replicas have ended")
+                self._verdict = policy.NextAction(policy.END, "all replicas have ended")
         else:
             self._judge(now, seen)
 

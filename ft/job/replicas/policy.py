@@ -85,7 +85,7 @@ class ReplicaView:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NextAction:
     """The next action of the launcher.
 
     Attributes:
@@ -108,7 +108,7 @@ def judge(
     replicas: int,
     least: int,
     ending: Collection[int] = (),
-) -> Verdict:
+) -> NextAction:
     """Decide whether the run continues at this launcher.
 
     Args:
@@ -123,14 +123,14 @@ def judge(
         late = tuple(r for r, view in views.items() if r not in ending and _is_late(view, finished_s))
         if ended:
             code = planned([view.code for view in views.values() if view.code in PLANNED_ENDS])
-            return Verdict(END, f"the run has {ENDS[code]}", code=code)
-        return Verdict(TELL, "the others have finished", late) if late else Verdict(WAIT)
+            return NextAction(END, f"the run has {ENDS[code]}", code=code)
+        return NextAction(TELL, "the others have finished", late) if late else NextAction(WAIT)
     if (left := replicas - len(lost)) < least:
         short = f"{left} of {replicas} replicas are left, at least {least} must be"
-        return Verdict(END, short, code=_worst(views))
+        return NextAction(END, short, code=_worst(views))
     if ended:
-        return Verdict(END, "no replica is left here", code=_worst(views))
-    return Verdict(WAIT)
+        return NextAction(END, "no replica is left here", code=_worst(views))
+    return NextAction(WAIT)
 
 
 def planned(codes: Collection[int]) -> int:

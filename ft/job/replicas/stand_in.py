@@ -38,7 +38,7 @@ _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedPlace:
     """What a standby node observes of one place.
 
     Attributes:
@@ -50,7 +50,7 @@ class Observed:
     idle_s: Mapping[int, float]
 
 
-def choose(places: Mapping[int, Observed], ended: Collection[int], mine: int) -> int | None:
+def choose(places: Mapping[int, ObservedPlace], ended: Collection[int], mine: int) -> int | None:
     """Return the place that a standby node takes, None if none needs it.
 
     Args:
@@ -113,7 +113,7 @@ class Lookout:
             silent_s = self._silent(place, now)
             is_late = silent_s is not None and silent_s > LOST_S / 2
             # the replicas of a living node are not read: they are many
-            observed[place] = Observed(silent_s, {r: self._idle(r, now) if is_late else 0.0 for r in replicas})
+            observed[place] = ObservedPlace(silent_s, {r: self._idle(r, now) if is_late else 0.0 for r in replicas})
         return choose(observed, ended.given_up, self._place)
 
     def _silent(self, place: int, now: float) -> float | None:

@@ -14,14 +14,14 @@ shares of the documented peak rates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft.lab.estimate.cluster import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, Cluster, Layout, Model
+from ft.lab.estimate.cluster import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, GpuCluster, Layout, Model
 
 BF16, FP32 = 2, 4
 BACKWARD = ".backward"
 
 
 @dataclass(frozen=True)
-class Work:
+class OperatorWork:
     """One operator.
 
     Attributes:
@@ -75,7 +75,7 @@ class Transfer:
         return {self.target: self.size}
 
 
-Step = Work | Transfer
+Step = OperatorWork | Transfer
 
 
 def handed_over(model: Model, layout: Layout) -> int:
@@ -94,7 +94,7 @@ class _Builder:
 
     def work(self, name, kind, flops, inputs, output, size, saved=(), weight=0) -> str:
         moved = sum(self.sizes[one] for one in inputs) + size + weight * BF16
-        self.steps.append(Work(name, kind, flops, moved, inputs, {output: size}, saved, weight))
+        self.steps.append(OperatorWork(name, kind, flops, moved, inputs, {output: size}, saved, weight))
         self.sizes[output] = size
         return output
 
@@ -196,7 +196,9 @@ def embedding(model: Model, layout: Layout) -> list[Step]:
 def embedding_backward(model: Model, layout: Layout) -> list[Step]:
     """Return the operator that adds the gradient of "y" to the rows of the embedding table in fp32."""
     part = model.sequence * layout.micro * model.hidden / layout.tp
-    return [Work("embedding.backward", "elementwise", 0.0, part * (BF16 + 2 * FP32), ("d y",), {}, mutates=True)]
+    return [
+        OperatorWork("embedding.backward", "elementwise", 0.0, part * (BF16 + 2 * FP32), ("d y",), {}, mutates=True)
+    ]
 
 
 def head(model: Model, layout: Layout) -> list[Step]:
@@ -233,7 +235,7 @@ def backward(steps: Sequence[Step]) -> list[Step]:
 
 def _added(steps: Sequence[Step], output: str) -> tuple[str, ...]:
     """Return the tensors whose sum in the residual stream is ``output``; their gradients equal that of the sum."""
-    return next((one.inputs[1:] for one in steps if isinstance(one, Work) and output in one.outputs), ())
+    return next((one.inputs[1:] for one in steps if isinstance(one, OperatorWork) and output in one.outputs), ())
 
 
 def _sizes(steps: Sequence[Step]) -> dict[str, int]:
@@ -248,19 +250,19 @@ def _sizes(steps: Sequence[Step]) -> dict[str, int]:
     return sizes
 
 
-def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:
+def _product_backward(step: OperatorWork, sizes: dict[str, int]) -> list[Step]:
     [source], [(output, size)] = step.inputs, step.outputs.items()
     given, gradient = sizes[source], step.weight * BF16
     moved, flops = size + given + gradient, step.flops
-    data = Work(step.name + ".dgrad", "product", flops, moved, ("d " + output,), {"d " + source: given})
+    data = OperatorWork(step.name + ".dgrad", "product", flops, moved, ("d " + output,), {"d " + source: given})
     made = {f"dw {step.name}": gradient}
-    weight = Work(step.name + ".wgrad", "product", flops, moved, (source, "d " + output), made)
+    weight = OperatorWork(step.name + ".wgrad", "product", flops, moved, (source, "d " + output), made)
     moved = gradient + 2 * step.weight * FP32
-    add = Work(step.name + ".accumulate", "elementwise", 0.0, moved, (f"dw {step.name}",), {}, mutates=True)
+    add = OperatorWork(step.name + ".accumulate", "elementwise", 0.0, moved, (f"dw {step.name}",), {}, mutates=True)
     return [data, weight, add]
 
 
-def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> Work:
+def _other_backward(step: OperatorWork, sizes: dict[str, int], same: dict[str, str]) -> OperatorWork:
     """Return the backward of an operator other than a product.
 
     The backward of attention executes 2.5 times the FLOPs of its forward, because it recomputes the scores (Dao 2023,
@@ -273,7 +275,7 @@ def _other_backward(step: Work, sizes: dict[str, int], same: dict[str, str]) -> 
     outputs = {"d " + one: sizes[one] for one in step.inputs if (step.name, one) != ("permute", "router")}
     moved = sum(step.outputs.values()) + sum(outputs.values()) + sum(sizes[one] for one in step.saved)
     moved += sum(sizes[one.removeprefix("d ")] for one in around)
-    return Work(step.name + BACKWARD, step.kind, 2.5 * step.flops, moved, inputs, outputs)
+    return OperatorWork(step.name + BACKWARD, step.kind, 2.5 * step.flops, moved, inputs, outputs)
 
 
 def saved_bytes(steps: Sequence[Step]) -> int:
@@ -283,11 +285,11 @@ def saved_bytes(steps: Sequence[Step]) -> int:
     """
     sizes = _sizes(steps)
     part = {step.target: step.source for step in steps if isinstance(step, Transfer) and step.kind == "tp"}
-    kept = {part.get(one, one) for step in steps if isinstance(step, Work) for one in step.saved}
+    kept = {part.get(one, one) for step in steps if isinstance(step, OperatorWork) for one in step.saved}
     return sum(sizes[one] for one in kept)
 
 
-def seconds(step: Step, cluster: Cluster) -> float:
+def seconds(step: Step, cluster: GpuCluster) -> float:
     """Return the seconds of an operator, or of a collective within a node."""
     if isinstance(step, Transfer):
         return _transfer_seconds(step.sent, cluster.device.link * LINK, cluster)
@@ -295,17 +297,17 @@ def seconds(step: Step, cluster: Cluster) -> float:
     return max(step.flops / (cluster.device.flops * share), read_seconds(step.moved, cluster))
 
 
-def read_seconds(size: float, cluster: Cluster) -> float:
+def read_seconds(size: float, cluster: GpuCluster) -> float:
     """Return the seconds of reading (or writing) ``size`` bytes of the device's memory."""
     return size / (cluster.device.memory_rate * MEMORY)
 
 
-def _transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:
+def _transfer_seconds(sent: float, rate: float, cluster: GpuCluster) -> float:
     """Return the seconds of sending ``sent`` bytes at ``rate`` bytes/s; 0 where nothing is sent."""
     return (sent / rate + LATENCY_S) * cluster.slowdown if sent else 0.0
 
 
-def message_seconds(sent: float, same_node: bool, cluster: Cluster) -> float:
+def message_seconds(sent: float, same_node: bool, cluster: GpuCluster) -> float:
     """Return the seconds of a message of ``sent`` bytes between two pipeline stages, on one node or on two."""
     rate = cluster.device.link * LINK if same_node else cluster.network * NETWORK
     return _transfer_seconds(sent, rate, cluster)

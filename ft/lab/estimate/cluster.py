@@ -155,7 +155,7 @@ RESERVED = 7.5 * GB
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """Nodes of equal GPUs.
 
     Attributes:
@@ -244,7 +244,7 @@ class Layout:
         by_room = sorted(range(self.parts), key=lambda part: (part in (0, self.parts - 1), -part))
         return [base + (part in by_room[:more]) for part in range(self.parts)]
 
-    def check(self, model: Model, cluster: Cluster) -> None:
+    def check(self, model: Model, cluster: GpuCluster) -> None:
         """Check that the layout is possible.
 
         Raises:
@@ -277,7 +277,9 @@ class Layout:
             )
 
 
-def fitted(model: Model, cluster: Cluster, pp: int, tp: int | None = None, ep: int | None = None, **others) -> Layout:
+def fitted(
+    model: Model, cluster: GpuCluster, pp: int, tp: int | None = None, ep: int | None = None, **others
+) -> Layout:
     """Return a layout with ``pp`` stages.
 
     By default, a tensor-parallel group fills a node, its ranks share the experts if their number divides, and data
@@ -297,7 +299,7 @@ def fitted(model: Model, cluster: Cluster, pp: int, tp: int | None = None, ep: i
     return layout
 
 
-def assumptions(model: Model, cluster: Cluster) -> str:
+def assumptions(model: Model, cluster: GpuCluster) -> str:
     """Return text that says which figures of a model on a cluster are documented, and which assumed."""
     device = cluster.device
     lines = [

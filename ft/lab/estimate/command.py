@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from ft.base.errors import UserError
 from ft.base.quantities import between, gigabytes_per_second, size, whole
 from ft.base.scenario import Key, Keys, one_of, yes_or_no
-from ft.lab.estimate.cluster import DEVICES, GB, MODELS, STATES, Cluster, Layout, Model, assumptions, fitted
+from ft.lab.estimate.cluster import DEVICES, GB, MODELS, STATES, GpuCluster, Layout, Model, assumptions, fitted
 from ft.lab.estimate.profile import Pass, part_works, pipeline_of, profile
 from ft.show.text import left_out, percent
 from ft.systems.dmr.plan import text
 from ft.systems.dmr.plan.file import write_trace
-from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.planner import PlannerOptions, plan
 from ft.systems.dmr.plan.predict import simulate
 from ft.systems.dmr.plan.trace import INTER, INTRA, Operator, Plan, Window
 from ft.systems.schedule.kinds import Pipeline
@@ -82,7 +82,7 @@ class EstimateQuestion:
     """
 
     model: Model
-    cluster: Cluster
+    cluster: GpuCluster
     layout: Layout
     budget: float
     calibration: tuple[str, float] | None = None
@@ -100,7 +100,7 @@ def question(given: argparse.Namespace) -> EstimateQuestion:
     model, device = MODELS[has["model"]], DEVICES[has["device"]]
     model = model if has["sequence"] is None else replace(model, sequence=has["sequence"])
     network = device.network if has["network"] is None else has["network"] * GB
-    cluster = Cluster(device, has["gpus"], has["per_node"], network)
+    cluster = GpuCluster(device, has["gpus"], has["per_node"], network)
     others = {name: has[name] for name in ("micro", "recompute", "dp", "chunks", "batch", "early_stop", "fused_gate")}
     layout = fitted(model, cluster, has["pp"], has["tp"], has["ep"], state=STATES[has["state"]], **others)
     targets = [name for name in ("idle", "naive_overhead") if has[name] is not None]
@@ -118,7 +118,7 @@ def question(given: argparse.Namespace) -> EstimateQuestion:
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """What DMR adds, and how long stages are idle, as shares of the duration of one iteration.
 
     The iteration has no DMR, and its optimizer step is not counted.
@@ -141,12 +141,12 @@ class _Unit(NamedTuple):
     checked: float
 
 
-def shares(model: Model, layout: Layout, cluster: Cluster) -> Shares:
+def shares(model: Model, layout: Layout, cluster: GpuCluster) -> TimeShares:
     """Return the idle share and the naive overhead that the cost model predicts for a cluster."""
     return _shares(_units(model, layout, cluster), pipeline_of(model, layout, cluster), 1.0)
 
 
-def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, share: float) -> Cluster:
+def calibrated(model: Model, layout: Layout, cluster: GpuCluster, target: str, share: float) -> GpuCluster:
     """Return the cluster with its transfers slowed down by the factor at which the model predicts the measured share.
 
     Args:
@@ -177,7 +177,7 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
     return replace(cluster, slowdown=(low * high) ** 0.5)
 
 
-def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, _Unit]]:
+def _units(model: Model, layout: Layout, cluster: GpuCluster) -> list[tuple[_Unit, _Unit]]:
     """Return the (forward, backward) times of each part of the model."""
     return [(_unit(work.passes[0]), _unit(work.passes[1])) for work in part_works(model, layout, cluster)]
 
@@ -187,7 +187,7 @@ def _unit(one: Pass) -> _Unit:
     return _Unit(one.us - sent, sent, sum(step.check_us for step in one.steps if isinstance(step, Operator)))
 
 
-def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: float) -> Shares:
+def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: float) -> TimeShares:
     def of(unit: Unit) -> _Unit:
         return units[unit.chunk * pipeline.stages + unit.stage][unit.backward]
 
@@ -199,10 +199,10 @@ def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: floa
     end = simulate(pipeline, plain).end_us
     naive = simulate(pipeline, lambda unit: plain(unit) + of(unit).checked).end_us
     busy = sum(forward.computed + backward.computed for forward, backward in units) * pipeline.microbatches
-    return Shares(naive / end - 1, 1 - busy / end / pipeline.stages)
+    return TimeShares(naive / end - 1, 1 - busy / end / pipeline.stages)
 
 
-def cluster_of(asked: EstimateQuestion) -> Cluster:
+def cluster_of(asked: EstimateQuestion) -> GpuCluster:
     """Return the cluster of a question, with transfers slowed down as far as its calibration asks.
 
     Raises:
@@ -213,14 +213,14 @@ def cluster_of(asked: EstimateQuestion) -> Cluster:
     return calibrated(asked.model, asked.layout, asked.cluster, *asked.calibration)
 
 
-def estimate(asked: EstimateQuestion, cluster: Cluster) -> Plan:
+def estimate(asked: EstimateQuestion, cluster: GpuCluster) -> Plan:
     """Return the plan of an iteration on a (calibrated) cluster.
 
     Raises:
         UserError: training without DMR does not fit the memory budget.
     """
     trace = profile(asked.model, asked.layout, cluster, asked.budget)
-    return plan(trace, asked.budget, Options(kinds=asked.kinds))
+    return plan(trace, asked.budget, PlannerOptions(kinds=asked.kinds))
 
 
 _DESCRIPTION = """\
@@ -261,12 +261,12 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def as_text(asked: EstimateQuestion, cluster: Cluster, found: Plan) -> str:
+def as_text(asked: EstimateQuestion, cluster: GpuCluster, found: Plan) -> str:
     """Return what is left out, the scenario, the answer of ``ft dmr plan``, and the assumptions."""
     return "\n\n".join([LEFT_OUT, _head(asked, cluster, found), text.as_text(found), _assumed(asked, cluster)])
 
 
-def _head(asked: EstimateQuestion, cluster: Cluster, found: Plan) -> str:
+def _head(asked: EstimateQuestion, cluster: GpuCluster, found: Plan) -> str:
     layout = asked.layout
     experts = f", EP {layout.ep}" if asked.model.experts else ""
     chunks = f" ({layout.chunks} chunks each)" if layout.chunks > 1 else ""
@@ -288,7 +288,7 @@ def _of_peak(asked: EstimateQuestion, found: Plan) -> float:
     return flops / (asked.layout.gpus * asked.cluster.device.flops * found.predicted.t_none / 1e6)
 
 
-def _assumed(asked: EstimateQuestion, cluster: Cluster) -> str:
+def _assumed(asked: EstimateQuestion, cluster: GpuCluster) -> str:
     """Return text that says which figures are documented, assumed and calibrated."""
     said = assumptions(asked.model, cluster)
     if asked.calibration is None:
@@ -300,7 +300,7 @@ def _assumed(asked: EstimateQuestion, cluster: Cluster) -> str:
     )
 
 
-def as_values(asked: EstimateQuestion, cluster: Cluster, found: Plan) -> dict[str, Any]:
+def as_values(asked: EstimateQuestion, cluster: GpuCluster, found: Plan) -> dict[str, Any]:
     """Return the estimate as JSON values: those of ``ft dmr plan``, and the scenario."""
     layout = asked.layout
     return {

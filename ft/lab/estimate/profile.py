@@ -12,8 +12,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ft.lab.estimate import block
-from ft.lab.estimate.block import BF16, FP32, Step, Transfer, Work, message_seconds, read_seconds, seconds
-from ft.lab.estimate.cluster import RESERVED, Cluster, Layout, Model
+from ft.lab.estimate.block import BF16, FP32, OperatorWork, Step, Transfer, message_seconds, read_seconds, seconds
+from ft.lab.estimate.cluster import RESERVED, GpuCluster, Layout, Model
 from ft.systems.dmr.plan.predict import Timeline, idle, simulate
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
@@ -57,12 +57,12 @@ class PartWork:
     sizes: dict[str, float] = field(default_factory=dict)
 
 
-def part_works(model: Model, layout: Layout, cluster: Cluster) -> list[PartWork]:
+def part_works(model: Model, layout: Layout, cluster: GpuCluster) -> list[PartWork]:
     """Return what a GPU does for one microbatch in each part of the model, in order."""
     return [_part_work(model, layout, cluster, part) for part in range(layout.parts)]
 
 
-def _part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> PartWork:
+def _part_work(model: Model, layout: Layout, cluster: GpuCluster, part: int) -> PartWork:
     layers = layout.layers(model)[part]
     one_layer = block.forward(model, layout)
     back = block.backward(one_layer)
@@ -94,7 +94,7 @@ def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
     a tensor the backward needs."""
     if not early_stop:
         return list(steps)
-    needed = [i for i, step in enumerate(steps) if isinstance(step, Work) and step.saved]
+    needed = [i for i, step in enumerate(steps) if isinstance(step, OperatorWork) and step.saved]
     return list(steps[: needed[-1]])
 
 
@@ -107,7 +107,7 @@ class _StepPlacer:
     embedding, the number of layers is the output layer. ``first`` is the number in the model of the part's first layer.
     """
 
-    def __init__(self, layout: Layout, cluster: Cluster, first: int):
+    def __init__(self, layout: Layout, cluster: GpuCluster, first: int):
         self._layout, self._cluster, self._first, self.work = layout, cluster, first, PartWork()
 
     def put(
@@ -201,7 +201,7 @@ def _name(name: str, layer: int, phase: str, activations: str) -> str:
     return f"{activations}{layer}/{name}"
 
 
-def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
+def pipeline_of(model: Model, layout: Layout, cluster: GpuCluster) -> Pipeline:
     """Return the pipeline: 1F1B, or interleaved 1F1B if stages have several model chunks, without overlapped messages.
 
     If all stages fit into one node, messages have the speed of connections inside a node, otherwise that of connections
@@ -213,7 +213,7 @@ def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:
     return Pipeline(layout.pp, layout.microbatches, layout.chunks, comm_us)
 
 
-def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None = None) -> Trace:
+def profile(model: Model, layout: Layout, cluster: GpuCluster, budget: float | None = None) -> Trace:
     """Return the estimated trace of an iteration. ``budget``: memory that the run may use on each GPU, in bytes; None:
     all memory of the device."""
     works, pipeline = part_works(model, layout, cluster), pipeline_of(model, layout, cluster)
@@ -222,7 +222,7 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
         return works[unit.chunk * pipeline.stages + unit.stage]
 
     timeline = simulate(pipeline, lambda unit: part(unit).passes[unit.backward].us)
-    builder = _Builder(layout, cluster)
+    builder = _TraceBuilder(layout, cluster)
     for units in timeline.order:
         for unit in units:
             builder.unit(unit, part(unit), timeline.times[unit][0])
@@ -247,11 +247,11 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
     )
 
 
-class _Builder:
+class _TraceBuilder:
     """Collects operators, windows and tensors of the trace. A tensor's memory counts as free after its last use; that
     of gradients and of optimizer state is never free."""
 
-    def __init__(self, layout: Layout, cluster: Cluster):
+    def __init__(self, layout: Layout, cluster: GpuCluster):
         self._layout, self._cluster = layout, cluster
         self.ops: list[Operator] = []
         self.windows: list[Window] = []

@@ -14,7 +14,7 @@ from ft.job.control.recovery import AGAINST, LADDER, Decision, decide
 from ft.job.control.timeouts import Timeouts
 from ft.job.quorum.limits import Limits
 from ft.lab.plan.goodput.scenario import KEYS as TIMES
-from ft.lab.plan.situations import CHECKFREE, CHECKFREE_PLUS, HOT_SWAP, KEYS, Scenario, read, situations
+from ft.lab.plan.situations import CHECKFREE, CHECKFREE_PLUS, HOT_SWAP, KEYS, JobAfterFault, read, situations
 from ft.protection import table as protections
 from ft.show.text import count, left_out, percent, seconds, table
 
@@ -80,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _typical(asked: Scenario) -> Iterator[tuple[str, str, Scenario]]:
+def _typical(asked: JobAfterFault) -> Iterator[tuple[str, str, JobAfterFault]]:
     """Yield (description, mode of CheckFree, job) for typical faults of a job with a rank on each stage."""
     last, middle = asked.pp - 1, asked.pp // 2
     losses = {"an operation fails, nobody dies": frozenset()}
@@ -89,7 +89,7 @@ def _typical(asked: Scenario) -> Iterator[tuple[str, str, Scenario]]:
         losses[f"stages {middle - 1} and {middle} lost"] = frozenset({middle - 1, middle})
     for what, lost in losses.items():
         for mode, protect in _MODES.items():
-            case = Scenario(dp=1, pp=asked.pp, blocks=asked.blocks, peers=0, protect=protect, standbys=len(lost))
+            case = JobAfterFault(dp=1, pp=asked.pp, blocks=asked.blocks, peers=0, protect=protect, standbys=len(lost))
             yield what, mode, replace(case, lost={0: lost})
 
 
@@ -120,7 +120,7 @@ def _why(decision: Decision) -> str:
     return against.split(";")[0] if found else decision.reason
 
 
-def _notes(scenario: Scenario) -> Iterable[str]:
+def _notes(scenario: JobAfterFault) -> Iterable[str]:
     """Yield why protections of the scenario cannot run together, if they cannot."""
     asked = {protections.HOT_SWAP} if HOT_SWAP in scenario.protect else set()
     asked |= {protections.STAGES} if scenario.checkfree else set()
@@ -138,7 +138,7 @@ def _waits(decision: Decision) -> list[tuple[str, float]]:
     return [(name, getattr(tables[where], field)) for name, where, field in named]
 
 
-def _text(replica: int, scenario: Scenario, decision: Decision) -> str:
+def _text(replica: int, scenario: JobAfterFault, decision: Decision) -> str:
     lost = ", ".join(map(str, sorted(scenario.lost.get(replica, ()))))
     what = f"logical rank(s) {lost} lost" if lost else "no worker lost"
     rows = [(str(at), level, why.splitlines()[0]) for at, level, why in _levels(decision)]
@@ -177,7 +177,7 @@ def _loses(decision: Decision) -> str:
     return f"{', '.join(words)}; {f'a new run repeats {steps}' if lost.ended else f'continues {lost.exactness}'}"
 
 
-def _values(replica: int, scenario: Scenario, decision: Decision) -> dict[str, Any]:
+def _values(replica: int, scenario: JobAfterFault, decision: Decision) -> dict[str, Any]:
     plan = decision.plan
     return {
         "replica": replica,

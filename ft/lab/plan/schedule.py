@@ -15,7 +15,7 @@ from ft.base.quantities import argument, between
 from ft.show import palette
 from ft.show.text import left_out, percent, shortened, table
 from ft.systems.schedule.check import named
-from ft.systems.schedule.choose import BEST, KINDS, Planned, Shape, best, compared, plan
+from ft.systems.schedule.choose import BEST, KINDS, PlannedSchedule, Shape, best, compared, plan
 from ft.systems.schedule.program import Unit, straight
 
 _DESCRIPTION = """\
@@ -99,7 +99,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(found: Planned, path: Path) -> None:
+def _draw(found: PlannedSchedule, path: Path) -> None:
     """Draw the units that each stage runs over time.
 
     Raises:
@@ -133,14 +133,14 @@ def _draw(found: Planned, path: Path) -> None:
     plot.save(figure, path)
 
 
-def _refuse(found: Planned) -> None:
+def _refuse(found: PlannedSchedule) -> None:
     broken = [finding for finding in found.findings if finding.faults]
     if broken:
         fault = "; ".join(f"{finding.rule} ({finding.faults[0]})" for finding in broken)
         raise UserError(f"the schedule {found.kind} cannot run: {fault}", f"take --kind {BEST}")
 
 
-def as_text(found: Planned, beside: Sequence[Planned]) -> str:
+def as_text(found: PlannedSchedule, beside: Sequence[PlannedSchedule]) -> str:
     """Return what is left out, and the schedule's cost, check and order, beside those of other schedules.
 
     Args:
@@ -156,7 +156,7 @@ def as_text(found: Planned, beside: Sequence[Planned]) -> str:
     return "\n\n".join(parts)
 
 
-def _costs(found: Planned) -> str:
+def _costs(found: PlannedSchedule) -> str:
     ran = found.ran
     if ran.stuck:
         return "the schedule deadlocks"
@@ -164,7 +164,7 @@ def _costs(found: Planned) -> str:
     return f"time {ran.end:g}, bubbles {percent(found.bubble)}\nmicrobatches in flight, by stage: {held}"
 
 
-def _checks(found: Planned) -> str:
+def _checks(found: PlannedSchedule) -> str:
     lines = []
     for rule, faults in found.findings:
         lines.append(f"{'NO' if faults else 'ok':3} {rule}")
@@ -174,7 +174,7 @@ def _checks(found: Planned) -> str:
     return "\n".join(lines)
 
 
-def _order(found: Planned) -> str:
+def _order(found: PlannedSchedule) -> str:
     lines = [
         "order of each stage (F forward, B backward; ': a microbatch that passes the end stages in swapped order):"
     ]
@@ -184,13 +184,13 @@ def _order(found: Planned) -> str:
     return "\n".join(lines)
 
 
-def _short(found: Planned, unit: Unit) -> str:
+def _short(found: PlannedSchedule, unit: Unit) -> str:
     if found.chunks > 1:
         return f"{named(unit._replace(chunk=0))}.{unit.chunk}"
     return named(unit) + ("'" if found.program.routes.ways[unit.microbatch] != straight(found.shape.stages) else "")
 
 
-def _compared(found: Planned, planned: Sequence[Planned]) -> str:
+def _compared(found: PlannedSchedule, planned: Sequence[PlannedSchedule]) -> str:
     rows = [
         (
             each.kind + (" *" if each is found else ""),
@@ -204,7 +204,7 @@ def _compared(found: Planned, planned: Sequence[Planned]) -> str:
     return table(("kind", "time", "bubbles", "in flight", "valid"), rows, right=(1, 2, 3))
 
 
-def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
+def as_values(found: PlannedSchedule, beside: Sequence[PlannedSchedule]) -> dict[str, Any]:
     """Return the schedule's cost, check and order as JSON values; times are in the unit in which they were given.
 
     Args:
@@ -222,7 +222,7 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
     }
 
 
-def _summary(found: Planned) -> dict[str, Any]:
+def _summary(found: PlannedSchedule) -> dict[str, Any]:
     return {
         "kind": found.kind,
         "time": None if found.ran.stuck else found.ran.end,

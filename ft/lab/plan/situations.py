@@ -24,7 +24,7 @@ Lost = dict[int, frozenset[int]]
 
 
 @dataclass(frozen=True)
-class Scenario:
+class JobAfterFault:
     """A job after a fault; :data:`KEYS` says what each attribute is.
 
     Every worker holds snapshots and peer copies of ``step``, the newest committed step, and of the one before. A lost
@@ -101,7 +101,7 @@ def _checkpoint(given: Any) -> int | None:
     return None if given in (NONE, None) else whole(0)(given)
 
 
-_SIZE, _REPLICAS, _COUNT, _JOB = whole(1, _MOST_RANKS), whole(1, _MOST_REPLICAS), whole(0), Scenario()
+_SIZE, _REPLICAS, _COUNT, _JOB = whole(1, _MOST_RANKS), whole(1, _MOST_REPLICAS), whole(0), JobAfterFault()
 KEYS = Keys({
     "tp": Key(_SIZE, "T", "tensor-parallel size", _JOB.tp),
     "dp": Key(_SIZE, "D", "data-parallel size of a replica", _JOB.dp),
@@ -121,7 +121,7 @@ KEYS = Keys({
 })  # fmt: skip
 
 
-def read(given: argparse.Namespace) -> tuple[Scenario, bool]:
+def read(given: argparse.Namespace) -> tuple[JobAfterFault, bool]:
     """Return the scenario of a file, if there is one, and of the flags that are given, and whether it has a fault.
 
     Raises:
@@ -130,13 +130,13 @@ def read(given: argparse.Namespace) -> tuple[Scenario, bool]:
     values, _, _, problems = KEYS.read(given)
     problems.refuse()
     has_fault = any(values[key] is not None for key in ("lost", "unverified"))
-    found = Scenario(**{key: value for key, value in values.items() if value is not None})
+    found = JobAfterFault(**{key: value for key, value in values.items() if value is not None})
     problems.add(_problems(found))
     problems.refuse()
     return found, has_fault
 
 
-def _problems(given: Scenario) -> list[tuple[str, str]]:
+def _problems(given: JobAfterFault) -> list[tuple[str, str]]:
     found = []
     if given.world > _MOST_RANKS:
         found.append((f"a replica of {given.world} ranks", f"give tp x dp x pp of at most {_MOST_RANKS}"))
@@ -159,7 +159,7 @@ def _problems(given: Scenario) -> list[tuple[str, str]]:
     return found
 
 
-def situations(scenario: Scenario) -> dict[int, Situation]:
+def situations(scenario: JobAfterFault) -> dict[int, Situation]:
     """Return the situation of each replica that has lost workers or states; that of replica 0 if none has.
 
     Logical ranks are numbered as in Megatron: tensor parallel first, then data parallel, then the pipeline stages. A
@@ -170,7 +170,7 @@ def situations(scenario: Scenario) -> dict[int, Situation]:
     return {replica: _situation(scenario, replica) for replica in damaged}
 
 
-def _situation(scenario: Scenario, replica: int) -> Situation:
+def _situation(scenario: JobAfterFault, replica: int) -> Situation:
     lost = scenario.lost.get(replica, frozenset())
     room = len(lost) if scenario.room is None else scenario.room
     return Situation(
@@ -189,12 +189,12 @@ def _situation(scenario: Scenario, replica: int) -> Situation:
     )
 
 
-def _steps(scenario: Scenario) -> list[int]:
+def _steps(scenario: JobAfterFault) -> list[int]:
     """Return the steps whose snapshots are in memory, the newest first."""
     return [step for step in (scenario.step, scenario.step - 1) if step >= 0]
 
 
-def _memory(scenario: Scenario, replica: int) -> HostMemory:
+def _memory(scenario: JobAfterFault, replica: int) -> HostMemory:
     """Return what the live workers of a replica hold.
 
     Workers are taken to be lost before the update of a step, so the models still have the weights of the step before.
@@ -214,14 +214,14 @@ def _memory(scenario: Scenario, replica: int) -> HostMemory:
     return HostMemory(ranks, held, peers)
 
 
-def _peers(scenario: Scenario, rank: int) -> list[int]:
+def _peers(scenario: JobAfterFault, rank: int) -> list[int]:
     """Return the ranks that hold the same part of the model."""
     tp, stage = rank % scenario.tp, rank // (scenario.tp * scenario.dp)
     first = stage * scenario.tp * scenario.dp + tp
     return list(range(first, first + scenario.tp * scenario.dp, scenario.tp))
 
 
-def _place(scenario: Scenario, rank: int) -> GridPosition:
+def _place(scenario: JobAfterFault, rank: int) -> GridPosition:
     stage = rank // (scenario.tp * scenario.dp)
     blocks = scenario.blocks[stage] if scenario.blocks else 1
     return GridPosition(stage, rank % scenario.tp, rank // scenario.tp % scenario.dp, 0, blocks, lends=True)

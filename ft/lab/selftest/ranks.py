@@ -54,7 +54,7 @@ def shared_gpu(number: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Rank:
+class CheckRank:
     """What a rank's function is given. ``planted``: whether the check's fault is to be made; ``gpus``: number of GPUs
     that the ranks use; 0: none."""
 
@@ -86,7 +86,7 @@ class Crew:
     """The ranks of a check. ``function`` is what each rank does, and returns JSON values; ``name`` distinguishes
     several crews."""
 
-    def __init__(self, context: Context, size: int, function: Callable[[Rank], Any], name: str = "ranks"):
+    def __init__(self, context: Context, size: int, function: Callable[[CheckRank], Any], name: str = "ranks"):
         self.size, self._folder = size, context.scratch / name
         self._folder.mkdir(parents=True)
         gpus = devices(context)
@@ -157,7 +157,7 @@ class Crew:
         own = (line.strip() for line in dump.splitlines() if f'"{CHECKOUT}/ft/' in line)
         return next(own, "where is not known").replace(f"{CHECKOUT}/", "")
 
-    def _fork(self, number: int, function: Callable[[Rank], Any], planted: bool, gpus: int) -> int:
+    def _fork(self, number: int, function: Callable[[CheckRank], Any], planted: bool, gpus: int) -> int:
         pid = os.fork()
         if pid:
             return pid
@@ -173,7 +173,7 @@ class Crew:
             torch.set_num_threads(1)
             address = _read(self._folder / "address")
             store = StoreConnection(address, TOKEN, _STORE_S)
-            result = function(Rank(number, self.size, address, planted, store, gpus))
+            result = function(CheckRank(number, self.size, address, planted, store, gpus))
             files.replace(self._folder / f"{number}.json", json.dumps(result))
             code = 0
         except BaseException:
@@ -187,7 +187,7 @@ class TestRank:
     """A rank with reconfigurable process groups, which closes epochs when a key of the store says so. In a run, the
     control plane closes epochs; here the check's process or another rank does."""
 
-    def __init__(self, rank: Rank, timeout_s: float):
+    def __init__(self, rank: CheckRank, timeout_s: float):
         self._rank, self.epoch, self.device = rank, 0, rank.device()
         self._rendezvous = Rendezvous(rank.address, TOKEN)
         self._closed = threading.Condition()

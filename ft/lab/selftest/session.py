@@ -25,7 +25,7 @@ from ft.base.errors import UserError
 from ft.job.agent.environment import defaults
 from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Check, Context, Failed, Result, Skipped, together
 from ft.platform import network, processes
-from ft.platform.slurm import Job
+from ft.platform.slurm import JobPlace
 from ft.platform.supervisor import Supervisor
 from ft.show.text import count, seconds, shortened, steer, table
 
@@ -204,7 +204,7 @@ class Nodes:
         return found
 
 
-def is_alone_in(job: Job | None, environment) -> bool:
+def is_alone_in(job: JobPlace | None, environment) -> bool:
     """Return whether this process is the only one in a Slurm allocation of several nodes: in its script or shell."""
     if job is None:
         return False

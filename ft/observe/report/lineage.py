@@ -187,7 +187,7 @@ _ANOTHER_SERVER = 1000
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """Durations of the surviving steps in seconds.
 
     Attributes:
@@ -250,7 +250,7 @@ class _Span:
     away_s: list[float] = field(default_factory=list)
 
 
-def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Incident]]:
+def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[StepPace, list[Incident]]:
     """Return the durations of the surviving steps, and the incidents in order.
 
     Args:
@@ -265,7 +265,7 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
     rejoins = _rejoins(steps, begun)
     disturbed = {0} | {index for span in (*failures, *rejoins, *restarts) for index in range(span.first, span.last + 1)}
     took = _durations(steps)
-    pace = Pace(took, _normal(took, disturbed))
+    pace = StepPace(took, _normal(took, disturbed))
     failed = {span.first for span in failures}
     found = [_incident(RESTART, span, [span.first], steps, pace) for span in restarts]
     found += [
@@ -387,7 +387,13 @@ def _joined(spans: Sequence[_Span]) -> list[_Span]:
 
 
 def _incident(
-    kind: str, span: _Span, own: Sequence[int], steps: Sequence[Step], pace: Pace, retries: int = 0, reason: str = ""
+    kind: str,
+    span: _Span,
+    own: Sequence[int],
+    steps: Sequence[Step],
+    pace: StepPace,
+    retries: int = 0,
+    reason: str = "",
 ) -> Incident:
     """Build an incident; its stall is that of the steps with the indices ``own``."""
     return Incident(

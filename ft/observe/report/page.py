@@ -20,7 +20,7 @@ from ft.faults.hang.causes import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import ranks, text
-from ft.observe.report.record import Record, Replica
+from ft.observe.report.record import Record, ReplicaRecord
 from ft.observe.report.status import health, lost_nodes, lost_sentence
 from ft.record import inspections, metrics
 from ft.record.block import describe, what_differs
@@ -173,7 +173,7 @@ def _run(record: Record) -> Panel:
     return Panel("Run", html("facts", rows))
 
 
-def _run_facts(replica: Replica) -> Iterator[tuple[str, str]]:
+def _run_facts(replica: ReplicaRecord) -> Iterator[tuple[str, str]]:
     yield "decisions in the journal", str(replica.decisions)
     hosts = events.hosts(replica.events)
     yield from ((f"node {node}", host) for node, host in hosts.items())

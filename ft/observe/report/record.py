@@ -28,8 +28,8 @@ from ft.observe.report.lineage import (
     Audit,
     Incident,
     Lineage,
-    Pace,
     Step,
+    StepPace,
     audit,
     find,
     lineage,
@@ -149,7 +149,7 @@ class Effective:
     paper_rate: float | None = None
 
 
-def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
+def effective(steps: Sequence[Step], pace: StepPace, incidents: Sequence[Incident], replicas: int) -> Effective:
     """Return the effective training time of a run, given the surviving steps."""
     wall = sum(pace.took)
     if not steps or wall <= 0:
@@ -410,7 +410,7 @@ _FIX = "give the folder that was given to ft run as --run-dir"
 
 
 @dataclass(frozen=True)
-class Replica(run.Run):
+class ReplicaRecord(run.Run):
     """What the control plane and the workers of one replica have written, and the steps that it committed."""
 
     commits: list[Commit] = field(default_factory=list)
@@ -461,12 +461,12 @@ class Record:
     """
 
     folder: Path
-    replicas: dict[int, Replica]
+    replicas: dict[int, ReplicaRecord]
     has_quorum: bool
     events: list[Event] = field(default_factory=list)
 
     @property
-    def only(self) -> Replica:
+    def only(self) -> ReplicaRecord:
         """Return the replica of a run without FT-HSDP."""
         [only] = self.replicas.values()
         return only
@@ -521,11 +521,11 @@ class Record:
         return audit(self.lineage)
 
     @cached_property
-    def _found(self) -> tuple[Pace, list[Incident]]:
+    def _found(self) -> tuple[StepPace, list[Incident]]:
         return find(self.steps, self.events)
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> StepPace:
         """Return the durations of the steps."""
         return self._found[0]
 
@@ -599,7 +599,7 @@ def load(folder: str | Path, most: int | None = None) -> Record:
     folder = Path(folder)
     found = run.replicas(folder) if folder.is_dir() else {}
     if not found:
-        return Record(folder, {0: Replica(**vars(run.load(folder)))}, has_quorum=False)
+        return Record(folder, {0: ReplicaRecord(**vars(run.load(folder)))}, has_quorum=False)
     try:
         replicas = {number: _replica(path, most) for number, path in found.items()}
         history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)
@@ -608,15 +608,15 @@ def load(folder: str | Path, most: int | None = None) -> Record:
     return Record(folder, replicas, True, history)
 
 
-def _replica(folder: Path, most: int | None) -> Replica:
+def _replica(folder: Path, most: int | None) -> ReplicaRecord:
     try:
         own = run.load(folder)
     except UserError:
         own = run.Run(folder)
-    return Replica(**vars(own), commits=commits.read(folder, most))
+    return ReplicaRecord(**vars(own), commits=commits.read(folder, most))
 
 
-def _losses_of_one(only: Replica) -> Losses:
+def _losses_of_one(only: ReplicaRecord) -> Losses:
     """Return the losses over the steps, with a mark at each step that was redone after a recovery."""
     points = [(m["step"], loss) for m in only.metrics if (loss := number(m, "loss")) is not None]
     marks = [(r.step + 1, palette.OUTCOME[r.outcome]) for r in only.recoveries if r.step is not None]

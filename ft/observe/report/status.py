@@ -13,7 +13,7 @@ from ft.base import events
 from ft.base.events import Event
 from ft.faults.verdict import NODE_LOST
 from ft.observe.report.lineage import Step
-from ft.observe.report.record import NOTHING, Record, Replica, load
+from ft.observe.report.record import NOTHING, Record, ReplicaRecord, load
 from ft.platform import election, processes
 from ft.record import run as records
 from ft.record.recoveries import UNDER_WAY, Recovery
@@ -87,7 +87,7 @@ def status(record: Record, now: float, gone: str = "") -> Values:
     return {**own, **common, "saves": last_save([event for _, event in record.history], now)}
 
 
-def _of_workers(run: Replica, now: float) -> Values:
+def _of_workers(run: ReplicaRecord, now: float) -> Values:
     """Return what ``status.json`` tells of a run with one replica; what it lacks follows from the events.
 
     Returns:

@@ -29,7 +29,7 @@ Facts = list[tuple[str, str]]
 RECOVERIES = "Recoveries"
 
 
-class Table(NamedTuple):
+class ReportTable(NamedTuple):
     """A table of the report: of the terminal, which shows ``most`` rows, and of the page; ``right``: the columns whose
     cells are aligned there.
     """
@@ -56,7 +56,7 @@ def summary(record: Record, files: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def tables(record: Record) -> list[Table]:
+def tables(record: Record) -> list[ReportTable]:
     """Return the tables of replicas, of their failures and rejoins, of recoveries, of DMR mismatches (operators whose
     two executions differed), of actions of user-defined protections, of pipeline stages that CheckFree rebuilt, and of
     steps that are not in the surviving state; only those with rows.
@@ -64,18 +64,22 @@ def tables(record: Record) -> list[Table]:
     found = []
     if record.has_quorum:
         right = range(2, len(REPLICA_HEAD))
-        found.append(Table("Replicas", REPLICA_HEAD, replica_rows(record), right))
-        found.append(Table("Failures and rejoins", INCIDENT_HEAD, incident_rows(record), (2, 3, 4, 5), _STALL_NOTE))
+        found.append(ReportTable("Replicas", REPLICA_HEAD, replica_rows(record), right))
+        found.append(
+            ReportTable("Failures and rejoins", INCIDENT_HEAD, incident_rows(record), (2, 3, 4, 5), _STALL_NOTE)
+        )
     found.append(_recovery_table(record))
     for number, replica in record.replicas.items():
         of = f" of replica {number}" if record.has_quorum else ""
         wrong = () if replica.corruption is None else replica.corruption.rows
-        found.append(Table(f"Operators whose two executions differed (DMR){of}", protections.HEAD, wrong, (5,), most=8))
+        found.append(
+            ReportTable(f"Operators whose two executions differed (DMR){of}", protections.HEAD, wrong, (5,), most=8)
+        )
         acted, made = protections.action_rows(replica), protections.rebuild_rows(replica)
-        found.append(Table(f"Other protections{of}", protections.ACTION_HEAD, acted, (0,)))
+        found.append(ReportTable(f"Other protections{of}", protections.ACTION_HEAD, acted, (0,)))
         title = f"Stages rebuilt from their neighbours (CheckFree){of}"
-        found.append(Table(title, protections.REBUILD_HEAD, made, (0, 1, 3, 4, 5, 6)))
-    found.append(Table("Steps that did not survive", SUPERSEDED_HEAD, superseded_rows(record)))
+        found.append(ReportTable(title, protections.REBUILD_HEAD, made, (0, 1, 3, 4, 5, 6)))
+    found.append(ReportTable("Steps that did not survive", SUPERSEDED_HEAD, superseded_rows(record)))
     return [one for one in found if one.rows]
 
 
@@ -138,13 +142,13 @@ def _quorum_facts(record: Record) -> Facts:
     return found + ([("recovered", _recovered(record))] if record.recoveries else [])
 
 
-def _recovery_table(record: Record) -> Table:
+def _recovery_table(record: Record) -> ReportTable:
     head, right = ("#", "outcome", "step", "redone", "total", "what happened"), (0, 2, 3, 4)
     rows = [_recovery_row(r) for _, r in record.recoveries]
     if record.has_quorum:
         head, right = ("replica", *head), (1, 3, 4, 5)
         rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
-    return Table(RECOVERIES, head, rows, right)
+    return ReportTable(RECOVERIES, head, rows, right)
 
 
 def _recovery_row(recovery: Recovery) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ tree, or the NVML module, as an argument, and returns observations. Nothing here
 :mod:`ft.faults.health`.
 """
 
-from ft.platform.health.observation import COUNTER, EVENT, GAUGE, Change, Observation, Reading, differences
+from ft.platform.health.observation import COUNTER, EVENT, GAUGE, CounterGrowth, Observation, Reading, differences
 from ft.platform.health.reader import Reader
 
-__all__ = ["COUNTER", "EVENT", "GAUGE", "Change", "Observation", "Reader", "Reading", "differences"]
+__all__ = ["COUNTER", "EVENT", "GAUGE", "CounterGrowth", "Observation", "Reader", "Reading", "differences"]

@@ -58,7 +58,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Change:
+class CounterGrowth:
     """The growth of one counter between two readings.
 
     Attributes:
@@ -71,7 +71,7 @@ class Change:
     seconds: float
 
 
-def differences(before: Reading | None, now: Reading) -> list[Change]:
+def differences(before: Reading | None, now: Reading) -> list[CounterGrowth]:
     """Return the growth of each counter that both readings have, in the order of the later one.
 
     Args:
@@ -85,7 +85,7 @@ def differences(before: Reading | None, now: Reading) -> list[Change]:
         earlier = was.get((later.device, later.name))
         if later.kind == COUNTER and earlier is not None:
             grew = later.value - earlier.value
-            found.append(Change(later, later.value if grew < 0 else grew, later.when - earlier.when))
+            found.append(CounterGrowth(later, later.value if grew < 0 else grew, later.when - earlier.when))
     return found
 
 

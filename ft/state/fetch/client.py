@@ -19,7 +19,7 @@ from ft.net.streams import TcpNetwork
 from ft.state.fetch import shares
 from ft.state.fetch.shares import Piece
 from ft.state.layout import FlatState
-from ft.state.transfer import Bad, Damaged, Gone, Lost, OpenSource
+from ft.state.transfer import Bad, Damaged, Gone, OpenSource, SourceLost
 
 
 class FetchRefused(RecoverableError):
@@ -42,7 +42,7 @@ STALL_S = 5.0
 """Maximum seconds that a source may take for a connection, an answer, or a block of 1 MiB."""
 
 
-class Crew:
+class SourceThreads:
     """Runs the same work on every source, in one thread for each.
 
     Args:
@@ -165,7 +165,7 @@ def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> E
     """
     reasons = [f"{address} {error}" for address, error in ended.items() if error is not None]
     text = f"cannot fetch {what}: " + "; ".join([*([stopped] if stopped else []), *reasons] or ["there is no source"])
-    unexpected = next((e for e in ended.values() if e is not None and not isinstance(e, (Gone, Lost, Bad))), None)
+    unexpected = next((e for e in ended.values() if e is not None and not isinstance(e, (Gone, SourceLost, Bad))), None)
     if unexpected is not None:
         raise unexpected
     bad = [error for error in ended.values() if isinstance(error, Bad)]
@@ -199,7 +199,7 @@ class Fetched:
 class _Distribution:
     """Distribution of the bytes over the sources; shared by the fetch's threads, of which each serves one source."""
 
-    def __init__(self, nbytes: int, crew: Crew):
+    def __init__(self, nbytes: int, crew: SourceThreads):
         self._crew, self._changed = crew, crew.changed
         self._began, self._missing = time.monotonic(), nbytes
         self._pending = shares.cut(nbytes, crew.addresses) if crew.addresses else {}
@@ -281,7 +281,7 @@ def fetch(
     """
     began = time.monotonic()
     memory, wanted = FlatState(into), Mark(rank, step, lineage)
-    crew = Crew(sources, token, stall_s, began + limit_s, cancel, has_begun)
+    crew = SourceThreads(sources, token, stall_s, began + limit_s, cancel, has_begun)
     task = _Distribution(memory.table.nbytes, crew)
 
     def work(source: OpenSource) -> None:
@@ -329,7 +329,7 @@ def fetch_envelope(
         FetchRefused: as for :func:`fetch`.
         BadState: as for :func:`fetch`.
     """
-    crew = Crew(sources, token, STALL_S, time.monotonic() + limit_s, cancel)
+    crew = SourceThreads(sources, token, STALL_S, time.monotonic() + limit_s, cancel)
     found: list[bytes] = []
 
     def work(source: OpenSource) -> None:

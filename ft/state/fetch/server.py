@@ -71,7 +71,7 @@ def _copy(tensors: Tensors, marks: Mapping[torch.device, torch.Event], is_over: 
     return host
 
 
-class Offer(Held):
+class StateOffer(Held):
     """The state of one step, from its offer to its withdrawal. Thread-safe.
 
     Args:
@@ -207,7 +207,7 @@ class StateServer(Holder):
         self._rank, self._whose = rank, f"logical rank {rank} of replica {replica}"
         self._known: tuple[dict[str, torch.Tensor], Table] | None = None
         # Threads of connections read both, which are replaced as a whole.
-        self._offer: Offer | None = None  # stays here until its withdrawal is complete
+        self._offer: StateOffer | None = None  # stays here until its withdrawal is complete
         self._words: tuple[Mark, bytes] | None = None
         try:
             self._listener = serve(
@@ -241,7 +241,7 @@ class StateServer(Holder):
         self.withdraw()
         table = self._table(tensors)
         mark, content = Mark(self._rank, step, lineage), _encoded(envelope)
-        self._offer = Offer(mark, self._whose, content, table, dict(tensors), prepare(tensors))
+        self._offer = StateOffer(mark, self._whose, content, table, dict(tensors), prepare(tensors))
         self._words = mark, content
 
     def withdraw(self, wait_s: float = 0.0) -> list[Visit]:
@@ -274,7 +274,7 @@ class StateServer(Holder):
         offer = self._offer
         return 0 if offer is None else offer.under_way()
 
-    def find(self, mark: Mark, section: str) -> Offer:
+    def find(self, mark: Mark, section: str) -> StateOffer:
         offer = self._offer
         if offer is None or offer.mark[1:] != mark[1:]:
             raise self._not_held("state", mark, "on offer", None if offer is None else offer.mark)

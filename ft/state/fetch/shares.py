@@ -27,7 +27,7 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForPiece:
     """Decision: wait. No piece is free now, but if another source fails, its pieces are reassigned."""
 
 
@@ -51,7 +51,7 @@ def cut(nbytes: int, sources: Sequence[str]) -> dict[str, list[Piece]]:
 
 def choose(
     source: str, age_s: float, pending: Mapping[str, Sequence[Piece]], at_work: Set[str], delivered: Mapping[str, int]
-) -> tuple[Take | Wait | End, str]:
+) -> tuple[Take | WaitForPiece | End, str]:
     """Decide what ``source``, which is idle, does next; return the decision and its reason.
 
     Args:
@@ -69,7 +69,7 @@ def choose(
         reason = f"{owner} has delivered {delivered[owner]} bytes while {source} delivered {delivered[source]}"
         return Take(pending[owner][-1], owner), reason
     if at_work or any(pending.values()):
-        return Wait(), "others are at work on the rest"
+        return WaitForPiece(), "others are at work on the rest"
     return End(), "everything is there"
 
 

@@ -36,7 +36,7 @@ class AbortError(FtError):
     """A communicator was not aborted, so that its device may still write into buffers: this process must end."""
 
 
-class Connection:
+class GroupConnection:
     """A connected backend of one process group.
 
     Attributes:
@@ -66,7 +66,7 @@ class Connection:
         self.backend = None
 
 
-class GlooConnection(Connection):
+class GlooConnection(GroupConnection):
     """A gloo backend. ``interrupt`` shuts its sockets down, as gloo has no call that aborts an operation.
 
     Args:
@@ -91,7 +91,7 @@ class GlooConnection(Connection):
             sockets.shut({descriptor: own[descriptor]})
 
 
-class NcclConnection(Connection):
+class NcclConnection(GroupConnection):
     """An NCCL backend with its communicator. ``interrupt`` begins the abort, which ends operations on the device.
 
     ``ncclCommAbort`` of one communicator may wait for kernels of another one: NCCL's documentation asks for the aborts
@@ -159,7 +159,9 @@ class GlooConnector:
         self._listening: list[sockets.Address] = []
         self._listeners: sockets.Sockets = {}
 
-    def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+    def connect(
+        self, store: c10d.Store, watch: sockets.ConnectionWatch, is_cancelled: Callable[[], bool]
+    ) -> GroupConnection:
         """Rendezvous with the other members in ``store``, and connect to all of them.
 
         Args:
@@ -202,7 +204,7 @@ class GlooConnector:
                 return
         raise FtError("cannot tell gloo's listening socket from others: other threads keep opening theirs")
 
-    def _find_own(self, watch: sockets.Watch, store: c10d.Store) -> sockets.Sockets:
+    def _find_own(self, watch: sockets.ConnectionWatch, store: c10d.Store) -> sockets.Sockets:
         """Return the sockets that gloo has opened, by their addresses: other threads may have opened sockets too."""
         there = store.multi_get([f"at/{rank}" for rank in range(self._size)])
         ends = [end.rsplit(",", 1) for entry in there for end in entry.decode().split()]
@@ -234,7 +236,9 @@ class SparseGlooConnector(GlooConnector):
 
     lazy = True
 
-    def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+    def connect(
+        self, store: c10d.Store, watch: sockets.ConnectionWatch, is_cancelled: Callable[[], bool]
+    ) -> GroupConnection:
         """Rendezvous with the neighbours in ``store``, and connect to them.
 
         Raises:
@@ -310,7 +314,9 @@ class NcclConnector:
         self._rank, self._size, self._timeout, self._abort_s = rank, size, timeout, abort_s
         self._identity, self._given = identity, given
 
-    def connect(self, store: c10d.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+    def connect(
+        self, store: c10d.Store, watch: sockets.ConnectionWatch, is_cancelled: Callable[[], bool]
+    ) -> GroupConnection:
         """Create the backend and its communicator, together with the other members (:meth:`GlooConnector.connect`).
 
         ``watch`` is not used. ``is_cancelled`` returns whether nobody waits for the communicator any more.
@@ -396,8 +402,8 @@ def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message
         c10d.set_debug_level(c10d.DebugLevel.INFO)
 
 
-def interrupt_together(connections: list[Connection]) -> None:
-    """Interrupt all connections (``Connection.interrupt``), and wait until no device operation of theirs goes on.
+def interrupt_together(connections: list[GroupConnection]) -> None:
+    """Interrupt all connections (``GroupConnection.interrupt``), and wait until no device operation of theirs goes on.
 
     Raises:
         AbortError: the abort of a communicator has failed or not ended in time. All others were waited for.
@@ -409,7 +415,7 @@ def interrupt_together(connections: list[Connection]) -> None:
         raise AbortError("; ".join(problems))
 
 
-def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:
+def wrap(connections: list[GroupConnection], rank: int, size: int) -> dist.ProcessGroup:
     """Return a process group that dispatches each operation to the backend for the device of its tensors.
 
     A ``c10d.Backend`` alone does not suffice: torch calls methods of ``dist.ProcessGroup`` that it lacks, such as

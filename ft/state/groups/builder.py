@@ -19,7 +19,7 @@ _CONNECT_S = 30.0
 
 
 @dataclass(eq=False)
-class Job:
+class ConnectionJob:
     """A connection of a group to establish, for tensors on such a device. ``done``: whether the group has it."""
 
     group: Group
@@ -27,7 +27,7 @@ class Job:
     done: bool = False
 
 
-class Cancelled(Exception):
+class BuildCancelled(Exception):
     """The builder was cancelled before the job was done."""
 
 
@@ -63,22 +63,22 @@ class Builder:
     def __init__(self, prefix: str, connection: StoreConnection):
         self._connection = connection
         self._store = c10d.PrefixStore(prefix, connection)
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[ConnectionJob] = deque()
         self._changed = threading.Condition()
-        self._watch: sockets.Watch | None = None
+        self._watch: sockets.ConnectionWatch | None = None
         self._error: Exception | None = None
         self._busy = self.cancelled = False
         self.thread = threading.Thread(target=self._run, name="ft-groups", daemon=True)
         self.thread.start()
 
-    def submit(self, job: Job) -> Job:
+    def submit(self, job: ConnectionJob) -> ConnectionJob:
         """Append a job to those that wait, and return it."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
         return job
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: ConnectionJob) -> None:
         """Block until the job is done.
 
         Raises:
@@ -90,7 +90,7 @@ class Builder:
             if job.done:
                 return
             if self.cancelled:
-                raise Cancelled
+                raise BuildCancelled
             raise RuntimeError(f"could not connect: {self._error}") from self._error
 
     def cancel(self) -> None:
@@ -115,7 +115,7 @@ class Builder:
                 self._error = error
                 self._changed.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> ConnectionJob | None:
         with self._changed:
             self._busy = False
             if not self._jobs:
@@ -126,8 +126,8 @@ class Builder:
             self._busy = True
             return self._jobs.popleft()
 
-    def _do(self, job: Job) -> None:
-        self._watch = self._watch or sockets.Watch()
+    def _do(self, job: ConnectionJob) -> None:
+        self._watch = self._watch or sockets.ConnectionWatch()
         store = c10d.PrefixStore(f"{job.group.group_name}/{job.device_type}", self._store)
         connection = job.group.connectors[job.device_type].connect(store, self._watch, lambda: self.cancelled)
         with self._changed:

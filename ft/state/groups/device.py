@@ -44,7 +44,7 @@ Place = tuple[int, torch.cuda.Event]
 
 
 @dataclass(frozen=True)
-class Mark:
+class DeviceMark:
     """An event behind an operation that is on a stream.
 
     Attributes:
@@ -67,7 +67,7 @@ class Device:
 
     def __init__(self) -> None:
         self._lock, self._aborting = threading.Lock(), 0
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[DeviceMark] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -106,14 +106,14 @@ class Device:
         # A wait for an event of this kind blocks the thread; a wait for another kind occupies a core.
         stream, event = torch.cuda.current_stream(), torch.cuda.Event(blocking=True)
         event.record(stream)
-        self._marks.append(Mark(group, operation, began, stream, event))
+        self._marks.append(DeviceMark(group, operation, began, stream, event))
         if self._thread is None:
             self._stop.clear()
             device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._watch, args=(device,), name="ft-device", daemon=True)
             self._thread.start()
 
-    def oldest_marked(self) -> Mark | None:
+    def oldest_marked(self) -> DeviceMark | None:
         """Return the oldest operation whose end was not seen yet, about ``_PERIOD_S`` late, or None.
 
         Several operations are waited for together. Until the last of them has ended, the first counts as unfinished.

@@ -19,7 +19,7 @@ from ft.base.errors import EpochClosed, UserError
 from ft.faults.hang.inspection import RECV, SEND, channel
 from ft.job.parts import GroupReport
 from ft.net.codec import Numbers
-from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
+from ft.state.groups.backends import GlooConnector, GroupConnection, NcclConnector, interrupt_together, wrap
 from ft.state.groups.device import DEVICE, STALLS, Place
 from ft.state.groups.local import Local
 from ft.state.groups.state import EpochState
@@ -62,7 +62,7 @@ class Group(dist.ProcessGroup):
         self._name, self._desc, self.ranks, self.state = name, desc, Numbers(ranks), state
         self._rank, self._size, self.maker = rank, len(ranks), maker
         self.connectors: dict[str, GlooConnector | NcclConnector] = {}
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, GroupConnection] = {}
         self._inner: dist.ProcessGroup | None = None
         self._local = Local(rank, len(ranks)) if len(ranks) == 1 or state.alone else None
         # Works that were started and whose end was not observed yet. Messages (send, receive) in host memory are weakly
@@ -274,12 +274,12 @@ class Group(dist.ProcessGroup):
         """Return whether the group's operations complete locally although the group has other members."""
         return self._local is not None and self._size > 1
 
-    def attach(self, connection: Connection) -> None:
+    def attach(self, connection: GroupConnection) -> None:
         """Start using a new connection."""
         self._connections[connection.device_type] = connection
         self._inner = wrap(list(self._connections.values()), self._rank, self._size)
 
-    def to_interrupt(self) -> list[Connection]:
+    def to_interrupt(self) -> list[GroupConnection]:
         """Return all connections if an operation is unfinished, so that they must be broken; otherwise none."""
         if self._local is None and self._unfinished():
             self.interrupted = True
@@ -313,7 +313,7 @@ class Group(dist.ProcessGroup):
         if self._size > 1:
             self._local = None
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[GroupConnection]:
         return list(self._connections.values())
 
     def report(self) -> GroupReport:

@@ -47,7 +47,7 @@ from ft.state.groups.backends import (
     interrupt_together,
     prepare_nccl,
 )
-from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
+from ft.state.groups.builder import BuildCancelled, Builder, ConnectionJob, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
 from ft.state.groups.history import History, StartedOperation
@@ -102,7 +102,7 @@ class Groups:
         self._limits = limits
         self._groups: dict[str, Group] = {}
         self._created: list[tuple[str, list[int]]] = []
-        self._pending: dict[tuple[str, str], Job] = {}
+        self._pending: dict[tuple[str, str], ConnectionJob] = {}
         self._lock = threading.Lock()
         self._builder: Builder | None = None
         self._connection, self.store = connection, store
@@ -251,9 +251,9 @@ class Groups:
             job = self._submit(group, device_type)
         self._wait(job)
 
-    def _submit(self, group: Group, device_type: str | None = None) -> Job:
+    def _submit(self, group: Group, device_type: str | None = None) -> ConnectionJob:
         device_type = device_type or next(iter(group.connectors))
-        job = Job(group, device_type)
+        job = ConnectionJob(group, device_type)
         self._pending[group.group_name, device_type] = job
         return self._building.submit(job)
 
@@ -263,12 +263,12 @@ class Groups:
             raise FtError("no group is connected before the first rebuild")
         return self._builder
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: ConnectionJob) -> None:
         group = job.group
         self._state.begins_to_wait(group.group_name)
         try:
             self._building.wait(job)
-        except Cancelled:
+        except BuildCancelled:
             raise EpochClosed(*(self._state.closed or (self._state.epoch, "the groups were destroyed"))) from None
         except RuntimeError as error:
             self._state.has_waited()

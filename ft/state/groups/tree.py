@@ -29,7 +29,7 @@ FAN_OUT = 16
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """Shape of a tree: places 0 to ``size`` - 1; place 0 is the root, and each place has up to ``fan_out`` children."""
 
     size: int
@@ -88,7 +88,7 @@ class Tree:
 
     def __init__(self, purpose: str, fan_out: int | None = None):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._shape = Shape(self.size, fan_out or FAN_OUT)
+        self._shape = TreeShape(self.size, fan_out or FAN_OUT)
         self._above: dist.ProcessGroup | None = None  # the group of this rank's parent
         self._below: dist.ProcessGroup | None = None  # the group of this rank's children
         for inner in self._shape.inner():

@@ -24,7 +24,7 @@ _DEVICE_BATCH = 64 * CHUNK
 _CHUNKS_PER_NOTICE = 4
 
 
-class Progress:
+class CopyProgress:
     """Progress of a copy into a slot. Sections are filled one after another, chunks in order.
 
     Attributes:
@@ -140,7 +140,7 @@ def _batches(part: SlotPart, tensors: Sequence[torch.Tensor], size: int) -> list
     return batches
 
 
-_Job = tuple[CopyPlan, Sequence[torch.cuda.Event | None], Progress, Callable[[BaseException | None], None]]
+_Job = tuple[CopyPlan, Sequence[torch.cuda.Event | None], CopyProgress, Callable[[BaseException | None], None]]
 """A copy, an event for each batch that a device copies, and the function to call at the end."""
 
 
@@ -153,12 +153,12 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="ft-snapshot-copy", daemon=True)
         self._thread.start()
 
-    def start(self, plan: CopyPlan, done: Callable[[BaseException | None], None]) -> Progress:
+    def start(self, plan: CopyPlan, done: Callable[[BaseException | None], None]) -> CopyProgress:
         """Start to fill the plan's slot, and return the progress of the copy.
 
         ``done(error)`` is called in the background thread before the progress ends; error is None after a success.
         """
-        progress = Progress()
+        progress = CopyProgress()
         events: Sequence[torch.cuda.Event | None] = [None] * len(plan.batches)
         if plan.device is not None:
             events = self._queue_on_device(plan, plan.device)
@@ -199,7 +199,7 @@ class Copier:
 
 
 @torch.no_grad()
-def _fill(plan: CopyPlan, events: Sequence[torch.cuda.Event | None], progress: Progress) -> None:
+def _fill(plan: CopyPlan, events: Sequence[torch.cuda.Event | None], progress: CopyProgress) -> None:
     for batch, event in zip(plan.batches, events, strict=True):
         if not progress.is_wanted:
             if events[-1] is not None:

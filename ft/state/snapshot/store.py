@@ -19,7 +19,7 @@ from ft.job.parts import Holdings, Source
 from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
 from ft.state.snapshot.buffers import Slot, SlotPart
-from ft.state.snapshot.copier import Copier, CopyPlan, Progress, device_of, tables_of, write_back
+from ft.state.snapshot.copier import Copier, CopyPlan, CopyProgress, device_of, tables_of, write_back
 from ft.state.snapshot.state import OWNED, REPLICATED, RankState, Sections, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
 from ft.state.transfer import Cancelled, Outgoing, PeerLost
@@ -108,7 +108,7 @@ class Snapshots:
         self._taken_at = 0.0
         self._epoch, self._closed, self._reason = -1, -1, ""
         self._taken = self._safe = 0
-        self._progress: Progress | None = None
+        self._progress: CopyProgress | None = None
         self._pending: dict[int, Exception | None] = {}
         self._failed: dict[int, Exception] = {}
         self._is_settled = False
@@ -503,6 +503,6 @@ class Snapshots:
         return plan
 
 
-def _written(progress: Progress, part: SlotPart, stop: int) -> None:
+def _written(progress: CopyProgress, part: SlotPart, stop: int) -> None:
     """Wait until the bytes of ``part`` before ``stop`` are copied. Raises RuntimeError if the copy fails."""
     progress.ready(part, chunk_count(stop))

@@ -131,7 +131,7 @@ class Ahead:
             try:
                 source.open(self._connect_s)
                 slot = self._fetch_from(source)
-            except (transfer.Gone, transfer.Bad, transfer.Lost):
+            except (transfer.Gone, transfer.Bad, transfer.SourceLost):
                 continue
             finally:
                 source.close()
@@ -391,9 +391,9 @@ class SnapshotServer(Holder):
             except (transfer.Gone, transfer.Bad) as error:
                 whose = f"logical rank {holder}'s copy of rank {wanted.rank}'s step {wanted.step}"
                 raise FallbackError(f"{whose}: {error}") from error
-            except transfer.Lost as error:
+            except transfer.SourceLost as error:
                 self._check_open(epoch)
-                if isinstance(error, transfer.Silent):
+                if isinstance(error, transfer.SourceSilent):
                     raise PeerLost(f"{whom} {error}") from error
                 problem = error
             finally:
@@ -429,7 +429,7 @@ class SnapshotServer(Holder):
             source.envelope(Mark(step=_NO_STEP))
         except transfer.Gone:
             return
-        except (transfer.Lost, transfer.Bad) as error:
+        except (transfer.SourceLost, transfer.Bad) as error:
             raise ConnectionError(f"{self.address} {error}") from error
         finally:
             source.close()

@@ -15,7 +15,7 @@ from ft.base.errors import UserError
 from ft.base.quantities import argument, size
 from ft.show.text import table
 from ft.systems.dmr.plan.file import read_plan, read_trace, read_unstable, write_plan
-from ft.systems.dmr.plan.planner import PHASES, Options, plan
+from ft.systems.dmr.plan.planner import PHASES, PlannerOptions, plan
 from ft.systems.dmr.plan.text import as_text, as_values, gigabytes
 from ft.systems.dmr.plan.trace import INTER, INTRA, Plan, Trace
 
@@ -153,7 +153,7 @@ def run_plan(given: argparse.Namespace) -> int:
         raise UserError("an earlier plan has all phases, but fewer phases are requested", "remove --known or --phases")
     kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)
     known = [read_plan(Path(each)) for each in given.known]
-    found = plan(trace, budget, Options(given.phases, kinds), known)
+    found = plan(trace, budget, PlannerOptions(given.phases, kinds), known)
     if given.out is not None:
         write_plan(Path(given.out), found)
     _answer(found, given)

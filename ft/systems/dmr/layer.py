@@ -26,12 +26,12 @@ from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.functions import functions_of_core
 from ft.systems.dmr.runtime.injection import Falsifier, make_falsifier
-from ft.systems.dmr.runtime.mode import DoubleExecution as OperatorMode
+from ft.systems.dmr.runtime.mode import DoubleExecutionMode as OperatorMode
 from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.runtime.protection import FindingReporter, IterationVerifier
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.strategy import Planned, Strategy
-from ft.systems.dmr.runtime.suspects import Limits
+from ft.systems.dmr.runtime.suspects import AttemptLimits
 from ft.worker.session import Session
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -116,7 +116,7 @@ class DoubleExecution(Protection):
         engine = _engine(strategy, plan, chunks, stage, int.from_bytes(seed, "little"), falsifier)
         engine.watch_opaque_calls(OpaqueCalls(engine, left_out), functions_of_core(chunks[0].config))
         undo = Undo(TrainingState(chunks, trainer.optimizer, trainer.scheduler), position)
-        limits, witness = Limits(retries=flags.ft_dmr_retries), FindingReporter(self._session)
+        limits, witness = AttemptLimits(retries=flags.ft_dmr_retries), FindingReporter(self._session)
         double_execution.listen(engine)
         return IterationVerifier(trainer, engine, undo, witness, limits, strategy.name)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ft.systems.hot_swap.recovery_manager import RecoveryManager
 
 
-class Recovery:
+class WorkerRecovery:
     """The sequence of reports and operations of one worker.
 
     Attributes:

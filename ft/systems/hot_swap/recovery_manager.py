@@ -1,7 +1,7 @@
 """Hot-swap's training loop: it snapshots every committed step, and recovers from every interruption in a new epoch.
 
-:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations; this module carries them out. An
-operation that may block or take long is a coroutine, because the simulation of the control plane
+:class:`ft.systems.hot_swap.recovery.WorkerRecovery` decides on the order of the operations; this module carries them
+out. An operation that may block or take long is a coroutine, because the simulation of the control plane
 (``tests/simulation/control``) has a model of it that gives way to other workers. Here it blocks the training thread,
 and raises ``EpochClosed`` as soon as the control plane closes the epoch.
 """
@@ -26,7 +26,7 @@ from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Tree, tell
 from ft.state.snapshot import Snapshots
 from ft.state.snapshot.store import slowness
-from ft.systems.hot_swap.recovery import Recovery
+from ft.systems.hot_swap.recovery import WorkerRecovery
 from ft.systems.hot_swap.redone import Tries
 from ft.worker import protocol
 from ft.worker.session import Session
@@ -41,7 +41,7 @@ import random
 from ft.base.errors import UserError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
-from ft.faults.worker import Frames, Reports
+from ft.faults.worker import ChunkFilter, Reports
 from ft.protection.injection import corrupt_tensor
 from ft.state.placement.assign import Holders, find_problems, place
 from megatron.core import parallel_state
@@ -100,7 +100,7 @@ class Breakage:
         self.session.faulty_device(fault.number, fault.flip)
 
     def _disturb_frames(self, fault: Fault) -> None:
-        self.session.server.disturb(Frames(fault.kind, fault.seconds))
+        self.session.server.disturb(ChunkFilter(fault.kind, fault.seconds))
 
     def _disturb_reports(self, fault: Fault) -> None:
         self.session.link.disturb = Reports(fault.kind, fault.seconds)
@@ -225,7 +225,7 @@ class StepCopy:
     step with it.
     """
 
-    def __init__(self, snapshots: Snapshots, recovery: Recovery):
+    def __init__(self, snapshots: Snapshots, recovery: WorkerRecovery):
         self._snapshots, self._recovery = snapshots, recovery
 
     def is_current(self) -> bool:
@@ -311,7 +311,7 @@ class RecoveryManager(Layer):
         )
         self._injector = self._make_injector(newest_checkpoint) if injector is None else injector
         self._tries = Tries(chunks) if compares else None
-        self._recovery = Recovery(session, self)
+        self._recovery = WorkerRecovery(session, self)
         session.footprint = session.grown(self._subject.state(position.get()).sections())
         self._work: Callable[[], Any] = lambda: None
         self._committed = self._slow = 0

@@ -35,7 +35,7 @@ _WORDS = 8
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TableComparison:
     """What the table says.
 
     Attributes:
@@ -62,7 +62,7 @@ def table(count: int, place: int, model: torch.Tensor | None, sums: torch.Tensor
     return rows
 
 
-def compare(rows: torch.Tensor, place: int) -> Comparison:
+def compare(rows: torch.Tensor, place: int) -> TableComparison:
     """Compare all members. Every member gets the same ``problem``.
 
     Members whose model differs from that of the majority are stale. Without a majority, all are.
@@ -77,11 +77,11 @@ def compare(rows: torch.Tensor, place: int) -> Comparison:
         is_majority = 2 * count > len(computed)
         wrong = [at for at, model in enumerate(models) if model is not None and not (is_majority and model == most)]
         what = "differs from that of the majority" if is_majority else "differs, and no majority has equal ones"
-        return Comparison(f"the model of members {_listed(wrong)} {what}", place in wrong)
+        return TableComparison(f"the model of members {_listed(wrong)} {what}", place in wrong)
     sums = [tuple(row[1 + _WORDS :]) for row in rows.tolist()]
     if len(set(sums)) > 1:
-        return Comparison("the members have received different sums of the gradients")
-    return Comparison()
+        return TableComparison("the members have received different sums of the gradients")
+    return TableComparison()
 
 
 def _words(digest: torch.Tensor) -> torch.Tensor:

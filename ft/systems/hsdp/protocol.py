@@ -1,9 +1,9 @@
 """FT-HSDP's protocol on one rank as coroutines without I/O: quorum, vote, commit, catch-up, retry and end of the run.
 
-A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`Membership`, which
-gets everything that it has to know of the training thread with each question, so that no field is written by both. What
-they do to the outside are methods of the rank (:class:`ft.systems.hsdp.rank.TrainingRank`). On a real rank, all methods
-block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
+A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`QuorumMembership`,
+which gets everything that it has to know of the training thread with each question, so that no field is written by
+both. What they do to the outside are methods of the rank (:class:`ft.systems.hsdp.rank.TrainingRank`). On a real rank,
+all methods block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
 (``tests/simulation/hsdp``) suspends the coroutines in virtual time.
 
 One replica writes the final checkpoint, and no other replica exits before it is complete. The replica that writes it
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ft.base.errors import RecoverableError
 from ft.job.quorum import Quorum, Report
-from ft.job.replicas.deadlines import RingLimits, StepTimes, fetch_wait
+from ft.job.replicas.deadlines import LastDurations, RingLimits, fetch_wait
 
 if TYPE_CHECKING:
     from ft.systems.hsdp.rank import TrainingRank
@@ -135,7 +135,7 @@ class Turns:
         return replica in healthy and list(healthy).index(replica) <= self._asked
 
 
-class Membership:
+class QuorumMembership:
     """A rank's membership in quorums and their rings. Only the agreement thread uses it."""
 
     def __init__(self, replica: int, rank: "TrainingRank"):
@@ -209,7 +209,7 @@ class Steps:
         self._suspects: tuple[int, ...] = ()
         self._is_offered = False  # whether other replicas can fetch the state of this one
         self._first_wait_s = self._wait_s = wait_s
-        self._limits, self._times = limits or RingLimits(), StepTimes()
+        self._limits, self._times = limits or RingLimits(), LastDurations()
         self._began, self._said = rank.now(), ""
 
     @property

@@ -21,7 +21,7 @@ from ft.job.quorum import Quorum
 from ft.job.quorum.values import committed_in
 from ft.state.groups.tree import Tree
 from ft.systems.hsdp.components import FETCHES, SERVES, Components
-from ft.systems.hsdp.protocol import Agreed, Membership, Question
+from ft.systems.hsdp.protocol import Agreed, Question, QuorumMembership
 from megatron.patches.step_state import clear_aux_losses_tracker
 
 _BITS = 62
@@ -86,7 +86,7 @@ class TrainingRank:
     def __init__(self, parts: Components, load: Callable[[], bool]):
         self._parts, self._load = parts, load
         self._position, self._exchange, self._work = parts.position, parts.exchange, parts.work
-        self._membership = Membership(parts.place.replica, self)
+        self._membership = QuorumMembership(parts.place.replica, self)
         self._votes = Votes(parts.votes)
         self._start: dict[str, Any] | None = None
         # For the record of a step: (lineage, position in the sample stream) before it, digest of its parameters.

@@ -14,7 +14,7 @@ import torch
 from ft.base.errors import UserError
 from ft.faults.worker import Injector
 from ft.job.messages import ASIDE, WorkerResumed
-from ft.job.quorum import REPAIRS, Notice, QuorumClient
+from ft.job.quorum import REPAIRS, QuorumClient, ReplicaNotice
 from ft.protection.contract import Layer, StepUndone, Update
 from ft.systems.hsdp.components import Components, across_replicas
 from ft.systems.hsdp.protocol import LastSave, PassIsOver, Retry, Steps
@@ -54,7 +54,7 @@ class ReplicaManager(Layer):
         self.session, self._position, place = parts.session, parts.position, parts.place
         self.session.across_replicas = lambda: across_replicas(parts)
         self.is_inside = is_inside
-        self._notice: Notice | None = None
+        self._notice: ReplicaNotice | None = None
         self._position.has_state = not place.comes_back
         self._goes_on = self.session.joins
         self._make_life(place.life)
@@ -248,7 +248,7 @@ class ReplicaManager(Layer):
         place = self._parts.place
         if place.in_place and self._notice is None and self.session.rank in _TELLERS:
             life = place.life_in(self.session.epoch)
-            self._notice = Notice(place.run_dir, place.replica, life, place.token, REPAIRS)
+            self._notice = ReplicaNotice(place.run_dir, place.replica, life, place.token, REPAIRS)
         client = self._parts.client
         if client is not None:
             client.abandon(reason)

@@ -83,7 +83,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSchedule:
     """A planned schedule.
 
     Attributes:
@@ -121,7 +121,7 @@ class Planned:
         return [held / self.chunks for held in in_flight(self.program)]
 
 
-def plan(kind: str, shape: Shape) -> Planned:
+def plan(kind: str, shape: Shape) -> PlannedSchedule:
     """Return the cheapest schedule of a kind together with the results of its check, which it may fail.
 
     Args:
@@ -137,7 +137,7 @@ def plan(kind: str, shape: Shape) -> Planned:
     least = min(each.cost for each in weighed)
     found = min((each for each in weighed if each.cost == least), key=partial(_off, shape, chunks))
     most = None if shape.most_in_flight is None else [shape.most_in_flight * chunks] * shape.stages
-    return Planned(kind, shape, chunks, found.program, found.ran, tuple(check(found.program, most)))
+    return PlannedSchedule(kind, shape, chunks, found.program, found.ran, tuple(check(found.program, most)))
 
 
 class _Weighed(NamedTuple):
@@ -171,12 +171,12 @@ def _off(shape: Shape, chunks: int, weighed: _Weighed) -> tuple[float, int]:
     return round(sum(ends), 9), sum(in_flight(weighed.program))
 
 
-def compared(shape: Shape) -> list[Planned]:
+def compared(shape: Shape) -> list[PlannedSchedule]:
     """Return a planned schedule for every kind in ``SWAPPING``, in this order."""
     return [plan(kind, shape) for kind in SWAPPING]
 
 
-def best(planned: Iterable[Planned]) -> Planned:
+def best(planned: Iterable[PlannedSchedule]) -> PlannedSchedule:
     """Return the shortest valid schedule; among equally short ones, the one with the fewest microbatches in flight.
 
     Raises:

@@ -30,7 +30,7 @@ from megatron.ft_trainer.arguments.topics import CheckpointOptions
 from megatron.ft_trainer.checkpointing import commit, content, inventory, rng, save
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.inventory import Entry, Manifest, bytes_in_words
-from megatron.ft_trainer.checkpointing.save import Outcome
+from megatron.ft_trainer.checkpointing.save import SaveOutcome
 from megatron.patches import stored_types
 
 Reseed = Callable[[int], None]
@@ -100,7 +100,7 @@ class Checkpointer:
         self._distrusted: set[str] = set()
         self._kept_step: int | None = None
         self.owes_a_save = self._is_saving = False
-        self.last_outcome: Outcome | None = None
+        self.last_outcome: SaveOutcome | None = None
         self._folder = Path(options.save) if options.save else None
         if self._folder is not None:
             from_rank_0(lambda: commit.take(self._folder, os.environ), self._group)
@@ -231,7 +231,7 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
         self._group = self._folder = None
 
-    def _conclude(self, outcome: Outcome, is_last: bool) -> bool:
+    def _conclude(self, outcome: SaveOutcome, is_last: bool) -> bool:
         self.last_outcome = outcome
         if outcome.error is None:
             self._kept_step = outcome.step
@@ -372,7 +372,7 @@ class Checkpointer:
             self._log(f"checkpoint: {text}")
 
 
-def _message(outcome: Outcome, is_last: bool) -> str:
+def _message(outcome: SaveOutcome, is_last: bool) -> str:
     if outcome.error is not None:
         goes_on = "the run ends without it" if is_last else "training goes on"
         return (

@@ -33,7 +33,7 @@ Files = dict[str, FileRecord]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """The result of a save, the same on all ranks.
 
     Args:
@@ -106,7 +106,7 @@ def save(
     *,
     keep_last: int | None,
     distrusted: Collection[str],
-) -> Outcome:
+) -> SaveOutcome:
     """Save a checkpoint. An error of any rank's disk is part of the outcome, and leaves older checkpoints as they were.
 
     All ranks have to call it.
@@ -129,7 +129,7 @@ def save(
     shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
     name, serial, error = from_rank_0(lambda: commit.prepare(folder, manifest.step), group)
     if error is not None:
-        return Outcome(manifest.step, folder, error)
+        return SaveOutcome(manifest.step, folder, error)
     partial, by_key = folder / name, {}
     for shard in shards:
         by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
@@ -139,13 +139,13 @@ def save(
         dcp.save(mcore_to_pyt_state_dict(by_key), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:  # the same on all ranks
         from_rank_0(lambda: commit.discard(partial), group)
-        return Outcome(manifest.step, folder, _first_error(failure))
+        return SaveOutcome(manifest.step, folder, _first_error(failure))
     written = share(msgspec.to_builtins(writer.records), group)
     files = {name: record for records in msgspec.convert(written, list[Files]) for name, record in records.items()}
     manifest = msgspec.structs.replace(manifest, serial=serial, files=files)
     error, notes = from_rank_0(lambda: commit.commit(partial, manifest, keep_last, distrusted), group)
     size = sum(record.bytes for record in files.values())
-    return Outcome(manifest.step, folder, error, size, time.monotonic() - started, tuple(notes))
+    return SaveOutcome(manifest.step, folder, error, size, time.monotonic() - started, tuple(notes))
 
 
 def _first_error(failure: CheckpointException) -> str:

@@ -28,7 +28,7 @@ _FILES = (
 """Names of the files of a HuggingFaceTokenizer's folder from which the ids of a text follow."""
 
 
-class Sidecar(msgspec.Struct):
+class DatasetMeta(msgspec.Struct):
     """What ``tools/preprocess_data.py`` writes beside a dataset into ``P.meta.json``: how it was made.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sidecar(msgspec.Struct):
     unigram_entropy: float
 
 
-def read_sidecar(prefix: str) -> Sidecar | None:
+def read_sidecar(prefix: str) -> DatasetMeta | None:
     """Return the sidecar of a dataset; None if it has none (because Megatron-LM's own tool made it).
 
     Raises:
@@ -57,7 +57,7 @@ def read_sidecar(prefix: str) -> Sidecar | None:
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(files.read(path), type=Sidecar)
+        return msgspec.json.decode(files.read(path), type=DatasetMeta)
     except (OSError, msgspec.DecodeError) as error:
         fix = "make the dataset again with tools/preprocess_data.py, or remove the file if the dataset is sound"
         raise UserError(f"{path} can't be read: {error}", fix) from error
@@ -273,7 +273,7 @@ def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_paralle
     return padded
 
 
-def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tokenizer:
+def _build(kind: str, options: TokenizerOptions, sidecar: DatasetMeta | None) -> Tokenizer:
     if kind == "ByteLevelTokenizer":
         return ByteLevelTokenizer()
     if kind == "NullTokenizer":

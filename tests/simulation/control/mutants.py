@@ -13,7 +13,7 @@ from ft.job.control import run_ends as ends
 from ft.job.control.state import CLOSED, REPAIRING
 from ft.job.messages import Open, Resume, WorkerDone
 from ft.job.parts import GroupReport
-from ft.systems.hot_swap.recovery import Recovery
+from ft.systems.hot_swap.recovery import WorkerRecovery
 from ft.worker import protocol
 from ft.worker.progress import Progress
 from ft.worker.protocol import Member
@@ -69,30 +69,30 @@ async def _errors_are_kept(right, member, step, error):
     member.progress.idles("failed")
 
 
-@plant("enters an epoch with the groups of the last one", Recovery, "_leave")
+@plant("enters an epoch with the groups of the last one", WorkerRecovery, "_leave")
 async def _old_groups_stay(right, self):
     with mock.patch.object(self._operations, "drop_groups", lambda: None):
         await right(self)
 
 
-@plant("joins without reporting its arrival", Recovery, "_await_repair")
+@plant("joins without reporting its arrival", WorkerRecovery, "_await_repair")
 async def _arrivals_are_silent(right, self):
     with mock.patch.object(self, "is_empty", False):
         return await right(self)
 
 
-@plant("restores the step before the ordered one", Recovery, "_restore")
+@plant("restores the step before the ordered one", WorkerRecovery, "_restore")
 async def _one_step_before(right, self, order):
     return await right(self, replace(order, step=order.step - 1))
 
 
-@plant("keeps a state that an aborted update has changed", Recovery, "before_update")
+@plant("keeps a state that an aborted update has changed", WorkerRecovery, "before_update")
 async def _changed_state_is_kept(right, self):
     await right(self)
     self._untouched = True
 
 
-@plant("updates before its snapshot is complete", Recovery, "before_update")
+@plant("updates before its snapshot is complete", WorkerRecovery, "before_update")
 async def _snapshots_are_not_awaited(right, self):
     async def nothing():
         pass
@@ -101,19 +101,19 @@ async def _snapshots_are_not_awaited(right, self):
         await right(self)
 
 
-@plant("commits a step without the fence", Recovery, "committed")
+@plant("commits a step without the fence", WorkerRecovery, "committed")
 async def _no_fence(right, self):
     self._fence = None
     await right(self)
 
 
-@plant("reports a repair without a restore", Recovery, "_restore")
+@plant("reports a repair without a restore", WorkerRecovery, "_restore")
 async def _nothing_is_restored(right, self, order):
     self.is_empty = False
     return {"owned": "own", "replicated": "own"}
 
 
-@plant("keeps the state of another step", Recovery, "_restore")
+@plant("keeps the state of another step", WorkerRecovery, "_restore")
 async def _any_untouched_state_is_kept(right, self, order):
     restored = self._operations.restore_snapshot
 
@@ -124,13 +124,13 @@ async def _any_untouched_state_is_kept(right, self, order):
         return await right(self, order)
 
 
-@plant("resumes without a snapshot", Recovery, "_resume")
+@plant("resumes without a snapshot", WorkerRecovery, "_resume")
 def _restored_state_has_no_snapshot(right, self):
     with mock.patch.object(self, "_take_snapshot", lambda step: None):
         right(self)
 
 
-@plant("waits for the fence of an interrupted step", Recovery, "_resume")
+@plant("waits for the fence of an interrupted step", WorkerRecovery, "_resume")
 def _old_fence_stays(right, self):
     fence = self._fence
     right(self)

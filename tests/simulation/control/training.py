@@ -19,7 +19,7 @@ from tests.simulation.control.snapshots import Snapshots
 from tests.simulation.engine import pause
 
 if TYPE_CHECKING:
-    from ft.systems.hot_swap.recovery import Recovery
+    from ft.systems.hot_swap.recovery import WorkerRecovery
     from tests.simulation.control.cluster import Cluster
     from tests.simulation.control.worker import Worker
 
@@ -172,7 +172,7 @@ class Training:
         groups: process group -> [used, an operation was abandoned, number of collectives].
     """
 
-    recovery: "Recovery"
+    recovery: "WorkerRecovery"
 
     def __init__(self, worker: "Worker"):
         self._worker, self._cluster = worker, worker.cluster

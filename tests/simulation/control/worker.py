@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
-from ft.systems.hot_swap.recovery import Recovery
+from ft.systems.hot_swap.recovery import WorkerRecovery
 from ft.worker import protocol
 from ft.worker.progress import Progress
 from tests.simulation.control.snapshots import CopyStore
@@ -70,7 +70,7 @@ class Worker(protocol.Member):
         self.progress = Progress(self._blocked, self._clock, self._unfinished)
         self.stock = CopyStore()
         self.training: Training | None = None
-        self.recovery: Recovery | None = None
+        self.recovery: WorkerRecovery | None = None
         self.broken_epoch = -1
         self._orders: deque[Any] = deque()
         self._thread = Thread(self._live, cluster.time.after, self._ends, self._runs)
@@ -197,7 +197,7 @@ class Worker(protocol.Member):
     def _assemble(self) -> None:
         shape, rank = self.cluster.shape, self.rank
         self.training = Training(self)
-        self.recovery = self.training.recovery = Recovery(self, self.training)
+        self.recovery = self.training.recovery = WorkerRecovery(self, self.training)
         said = {"dp_peers": {str(rank): shape.dp_peers(rank)}, "shards": {str(rank): self.training.shards}}
         said |= {"copies": {str(rank): shape.copies_at(rank)}, "complete": {str(rank): len(shape.dp_peers(rank)) == 1}}
         if shape.checkfree:

@@ -11,7 +11,7 @@ from ft.job.quorum.dispatch import Dispatch
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
 from ft.systems.hsdp import exchange, protocol
-from ft.systems.hsdp.protocol import Membership, Retry, Steps
+from ft.systems.hsdp.protocol import QuorumMembership, Retry, Steps
 from tests.simulation.campaign import Mutant, planter
 
 PLANTS: list[Mutant] = []
@@ -203,7 +203,7 @@ def _same_members_same_ring(right, last, quorum):
     return last is not None and last.members == quorum.members
 
 
-@plant("gives its gradients to a step of the others", Membership, "join")
+@plant("gives its gradients to a step of the others", QuorumMembership, "join")
 def _gives_though_left_out(right, self, question, agreed):
     return right(self, replace(question, is_sure=False), agreed)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ft.job.quorum.values import Quorum
-from ft.systems.hsdp.exchange import Comparison
-from ft.systems.hsdp.protocol import Agreed, Membership, Question, Retry, Steps, sources
+from ft.systems.hsdp.exchange import TableComparison
+from ft.systems.hsdp.protocol import Agreed, Question, QuorumMembership, Retry, Steps, sources
 from tests.simulation.engine import Signal, Thread, pause
 from tests.simulation.hsdp.held import NOTHING, Contribution, Held, after, first, spoiled
 from tests.simulation.hsdp.shape import RING_LIMITS
@@ -361,7 +361,7 @@ class Rank:
         if self._is_open and self._is_ready and not self._problem:
             self.ring.all_reduce(self, self._given, self._limit_s)
 
-    def models_differ(self, attempt: int, found: Comparison) -> None:
+    def models_differ(self, attempt: int, found: TableComparison) -> None:
         """Note that the members of an all-reduce have different models."""
         if attempt == self.attempt and not self._exchanged.is_set:
             self._problem, self.is_stale = found.problem, found.is_stale
@@ -382,7 +382,7 @@ class Rank:
 
     async def _agree(self) -> None:
         """Get the quorums for which the training thread asks, as ``ft.systems.hsdp.agreement`` does."""
-        membership = Membership(self.replica, self)
+        membership = QuorumMembership(self.replica, self)
         while True:
             while not self._asked:
                 self._bell = Signal()

@@ -46,7 +46,7 @@ class Agent:
         self.world, self.replica = world, replica
         self.life: Life | None = None
         self._number = -1
-        self._notice: clients.Notice | None = None
+        self._notice: clients.ReplicaNotice | None = None
 
     def build(self, seconds: float, restored: Held | None = None, *, in_place: bool = False) -> None:
         """Start the next life in so many virtual seconds, with the state ``restored``; ``in_place``: only lost workers
@@ -73,7 +73,7 @@ class Agent:
             life.is_repairing = self.world.repairing.random() < self.world.shape.mends and not life.has_given_up
             if life.is_repairing and self._notice is None and any(rank.is_alive for rank in life.ranks[:2]):
                 with _links(self.world, self.replica, None):
-                    self._notice = clients.Notice(Path("."), self.replica, life.number, "token", clients.REPAIRS)
+                    self._notice = clients.ReplicaNotice(Path("."), self.replica, life.number, "token", clients.REPAIRS)
             life.close(reason)
             self.world.time.after(self.world.rng.uniform(*_CLOSING_S), self._end, life, reason)
 

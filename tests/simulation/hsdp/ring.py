@@ -14,7 +14,7 @@ import torch
 
 from ft.job.quorum.values import Quorum
 from ft.systems.hsdp import exchange
-from ft.systems.hsdp.exchange import Comparison
+from ft.systems.hsdp.exchange import TableComparison
 from tests.simulation.hsdp.held import Contribution
 
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ class Ring:
         rank.do(0.0, rank.ring_ended, attempt, total, None)
         self.world.at("ring", rank)
 
-    def _compared(self, operation: Operation, replica: int) -> Comparison:
+    def _compared(self, operation: Operation, replica: int) -> TableComparison:
         """Return what a member learns of the others' models, by the production code."""
         if not operation.wrong:
-            return Comparison()
+            return TableComparison()
         members, rows = self.quorum.members, []
         for at, each in enumerate(members):
             model = torch.tensor([1 + each if each in operation.wrong else 0, 0])

@@ -20,7 +20,7 @@ from ft.lab.plan.goodput import engine
 from ft.lab.plan.goodput.scenario import CHECKPOINTS, FEWER, Scenario
 from ft.lab.plan.situations import CHECKFREE, CHECKFREE_PLUS, situations
 from ft.lab.plan.situations import HOT_SWAP as LADDER_HOT_SWAP
-from ft.lab.plan.situations import Scenario as Fault
+from ft.lab.plan.situations import JobAfterFault as Fault
 from ft.lab.plan.snapshot import MAIN, MOMENTS
 from ft.protection.table import CONFLICTS, DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED, TABLE
 from ft.state.placement.assign import place

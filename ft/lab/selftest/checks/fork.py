@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from ft.lab.selftest.ranks import Crew, Rank, devices
+from ft.lab.selftest.ranks import CheckRank, Crew, devices
 from ft.lab.selftest.table import Context, Failed, Measured
 from ft.platform import processes
 from ft.show.text import seconds
@@ -36,7 +36,7 @@ def fork(context: Context) -> tuple[str, Measured]:
     return f"{where} the forked process, {seconds(took)}", {"child_s": took, "gpus": gpus}
 
 
-def _compute(rank: Rank) -> bool:
+def _compute(rank: CheckRank) -> bool:
     if rank.planted:
         threading.Event().wait()
     for device in [torch.device("cuda", number) for number in range(rank.gpus)] or [torch.device("cpu")]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ft.base import bounded_json
 from ft.base.errors import EpochClosed, FtError
 from ft.job.control.timeouts import Timeouts
-from ft.lab.selftest.ranks import TOKEN, Crew, Rank, TestRank, devices
+from ft.lab.selftest.ranks import TOKEN, CheckRank, Crew, TestRank, devices
 from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import seconds
 from ft.state.groups.backends import NcclConnector, interrupt_together, wrap
@@ -50,14 +50,14 @@ def one_rank(context: Context) -> tuple[str, Measured]:
     return f"{said}; {'NCCL' if with_nccl else 'no GPU: without a communicator'}", found
 
 
-def _alone(rank: Rank) -> Measured:
+def _alone(rank: CheckRank) -> Measured:
     measured = _cycles(rank)
     if rank.gpus:
         measured.update(_nccl_alone(rank, rank.device()))
     return measured
 
 
-def _nccl_alone(rank: Rank, device: torch.device) -> Measured:
+def _nccl_alone(rank: CheckRank, device: torch.device) -> Measured:
     """Use an NCCL communicator of one rank, which groups of one rank avoid; abort it twice, and make it again."""
     times = []
     for number in range(_CYCLES):
@@ -89,7 +89,7 @@ def several_ranks(context: Context) -> tuple[str, Measured]:
     return f"{len(found)} ranks ({_how(context)}): {said}, again in {seconds(measured['again_s'])}", measured
 
 
-def _cycles(rank: Rank) -> Measured:
+def _cycles(rank: CheckRank) -> Measured:
     member = TestRank(rank, _TIMEOUT_S)
     part = dist.new_group(list(range(rank.size)))
     last, release, again = rank.size - 1, 0.0, 0.0
@@ -132,7 +132,7 @@ def both_send(context: Context) -> tuple[str, Measured]:
     return f"{size} each way in {seconds(measured['exchange_s'])} ({_how(context)})", measured
 
 
-def _both_send(rank: Rank) -> Measured:
+def _both_send(rank: CheckRank) -> Measured:
     member, other = TestRank(rank, _TIMEOUT_S), 1 - rank.number
     size = _LARGE_MESSAGE if member.device.type == "cuda" else _MESSAGE_ON_CPU
     mine = torch.full((size // 4,), float(rank.number), device=member.device)
@@ -179,7 +179,7 @@ def killed_while_made(context: Context) -> tuple[str, Measured]:
     return f"3 ranks ({_how(context, 3)}): both others released in {seconds(release)}", measured
 
 
-def _killed(context: Context, size: int, function: Callable[[Rank], Measured], name: str, epoch: int = 0) -> float:
+def _killed(context: Context, size: int, function: Callable[[CheckRank], Measured], name: str, epoch: int = 0) -> float:
     """Kill the last of ``size`` ranks when all of them have met; return the seconds until all others were released.
 
     Args:
@@ -203,7 +203,7 @@ def _killed(context: Context, size: int, function: Callable[[Rank], Measured], n
     return release
 
 
-def _survive(rank: Rank) -> Measured:
+def _survive(rank: CheckRank) -> Measured:
     member = TestRank(rank, _TIMEOUT_S)
     member.reduce()
     rank.meet("kill")
@@ -211,12 +211,12 @@ def _survive(rank: Rank) -> Measured:
     return {"released_at": time.monotonic()}
 
 
-def _survive_without_p2p(rank: Rank) -> Measured:
+def _survive_without_p2p(rank: CheckRank) -> Measured:
     os.environ["NCCL_P2P_DISABLE"] = "1"
     return _survive(rank)
 
 
-def _wait_for_the_last(rank: Rank) -> Measured:
+def _wait_for_the_last(rank: CheckRank) -> Measured:
     """Make all groups again, for which the last rank never comes."""
     member = TestRank(rank, _TIMEOUT_S)
     member.reduce()
@@ -245,7 +245,7 @@ def hung_groups(context: Context) -> tuple[str, Measured]:
     return f"together in {seconds(took)} ({_how(context)})", measured
 
 
-def _hang(rank: Rank) -> float:
+def _hang(rank: CheckRank) -> float:
     """Start an all-reduce in each of two groups on rank 0, which rank 1 does not join, and abort them; return the
     seconds that this took."""
     member = TestRank(rank, _TIMEOUT_S)
@@ -337,7 +337,7 @@ def ring(context: Context) -> tuple[str, Measured]:
     return f"{_MEMBERS} members, {where}: equal, {rate:.2f} GB/s", {"members": _MEMBERS, "gb_s": rate}
 
 
-def _reduce(rank: Rank) -> Measured:
+def _reduce(rank: CheckRank) -> Measured:
     device = rank.device()
     elements = _ON_DEVICE if device.type == "cuda" else _ON_CPU
     own = Ring("127.0.0.1", TOKEN, RingOptions(limit_s=_RING_S / 2))
@@ -358,7 +358,7 @@ def _reduce(rank: Rank) -> Measured:
     return measured
 
 
-def _exact(own: Ring, rank: Rank, device: torch.device, elements: int) -> tuple[int, float]:
+def _exact(own: Ring, rank: CheckRank, device: torch.device, elements: int) -> tuple[int, float]:
     """Sum whole numbers, which fp32 adds without rounding in any order; return (wrong elements, GB/s)."""
     given = [_whole_numbers(number, elements) for number in range(rank.size)]
     tensor = given[rank.number].to(device, copy=True)

@@ -1,8 +1,8 @@
 """DMR decisions at run time, where operators and windows differ between iterations (MoE; SpareTrain, Method 4).
 
 A window is *dynamic* if its duration differs in every iteration: a plan cannot assign operators to it, so the decision
-is taken at run time, on the queue of deferred verifications (:class:`Waiting`), when operators end, windows open and
-memory fills. ``serve`` takes these decisions on a trace, and so predicts their effect. Each decision takes about
+is taken at run time, on the queue of deferred verifications (:class:`DeferredQueue`), when operators end, windows open
+and memory fills. ``serve`` takes these decisions on a trace, and so predicts their effect. Each decision takes about
 logarithmic time in the length of the queue, because thousands of verifications may be deferred on a stage without
 windows.
 """
@@ -27,7 +27,7 @@ class DeferredCheck(NamedTuple):
     bytes: float
 
 
-class Waiting:
+class DeferredQueue:
     """The queue of deferred verifications (entries), in the order of their arrival. Every method that returns entries
     removes them from the queue. ``held``: memory that is kept for all entries, in bytes."""
 
@@ -111,7 +111,7 @@ def serve(draft: Draft) -> None:
     trace."""
     ops = {op.id: op for op in draft.ops}
     arriving = deque(sorted((op for op in draft.ops if draft.open(op)), key=lambda op: op.end_us))
-    waiting = Waiting()
+    waiting = DeferredQueue()
     deadlines: list[tuple[float, str]] = []
     for slot, (window, longest_us) in enumerate(zip(draft.windows, _longest_soon(draft.windows), strict=True)):
         headroom = draft.holdings.free(slot)
@@ -142,7 +142,7 @@ def _longest_soon(windows: Sequence[Window]) -> list[float]:
     return found
 
 
-def _use(draft: Draft, ops: Mapping[str, Operator], waiting: Waiting, slot: int) -> None:
+def _use(draft: Draft, ops: Mapping[str, Operator], waiting: DeferredQueue, slot: int) -> None:
     """Execute deferred verifications in a window."""
     room = draft.room[slot]
     if not draft.windows[slot].dynamic:

@@ -346,7 +346,7 @@ def coarse(draft: Draft, inner: InnerActivations = InnerActivations.KEPT) -> Non
     slots = [slot for slot, window in enumerate(draft.windows) if window.kind in INTER and not window.dynamic]
     if not slots:
         return
-    graph = Graph(draft.ops)
+    graph = TensorGraph(draft.ops)
     # The last blocks first, because what is executed shortly before a window keeps memory for the shortest time.
     for key, runs in reversed(blocks(draft).items()):
         name = f"agc:{'.'.join(map(str, key))}@{draft.stage}"
@@ -393,7 +393,7 @@ def _worth_trying(draft: Draft, candidate: Candidate, behind: list[int]) -> Iter
 
 
 def _by_gain(
-    runs: Sequence[list[Operator]], graph: "Graph", longest: float, inner: InnerActivations
+    runs: Sequence[list[Operator]], graph: "TensorGraph", longest: float, inner: InnerActivations
 ) -> Iterator[Candidate]:
     """Yield segments by decreasing Gain, each with a replay of at most ``longest`` microseconds."""
     waiting: list[tuple[float, int, Candidate]] = []
@@ -432,7 +432,7 @@ def _by_time(runs: Sequence[list[Operator]], longest: float) -> Iterator[tuple[f
             heapq.heappush(heads, (sums[r][first] - sums[r][last - 1], r, first, last - 1))
 
 
-class Graph:
+class TensorGraph:
     """The operators that write and read each tensor of one stage."""
 
     def __init__(self, ops: Sequence[Operator]):

@@ -67,7 +67,7 @@ def _parts(drafts: list[Draft]) -> list[PlanPart]:
 
 
 @dataclass(frozen=True)
-class Options:
+class PlannerOptions:
     """Restrictions of the planner.
 
     Args:
@@ -79,7 +79,7 @@ class Options:
     kinds: tuple[str, ...] = INTER + INTRA
 
 
-def plan(trace: Trace, budget: float, options: Options | None = None, known: Sequence[Plan] = ()) -> Plan:
+def plan(trace: Trace, budget: float, options: PlannerOptions | None = None, known: Sequence[Plan] = ()) -> Plan:
     """Return the plan for a trace, in which every operator is assigned exactly once.
 
     The best plan with n phases is also a candidate for n + 1 phases, so that a phase never makes an iteration longer.
@@ -96,7 +96,7 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
     Raises:
         UserError: training without DMR needs more than the budget.
     """
-    options = options or Options()
+    options = options or PlannerOptions()
     _enough(trace, budget)
     kept = replace(trace, memory=replace(trace.memory, budget=budget))
     clock = Clock(trace)

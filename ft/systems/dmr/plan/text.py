@@ -19,7 +19,7 @@ _FAR = 0.05
 """Share of an iteration by which the simulated schedule may differ from the trace without being reported."""
 
 
-class Share(NamedTuple):
+class SetShare(NamedTuple):
     """The operators of one set: their number, their total duration without verification, and the verification time that
     is not hidden (microseconds)."""
 
@@ -29,7 +29,7 @@ class Share(NamedTuple):
     exposed_us: float
 
 
-class Filling(NamedTuple):
+class WindowFilling(NamedTuple):
     """The windows of one kind: their number, their total duration, and the verification time in them (microseconds)."""
 
     kind: str
@@ -38,8 +38,8 @@ class Filling(NamedTuple):
     used_us: float
 
 
-def shares(plan: Plan) -> list[Share]:
-    """Return a ``Share`` for every set that has operators, in the order of SETS."""
+def shares(plan: Plan) -> list[SetShare]:
+    """Return a ``SetShare`` for every set that has operators, in the order of SETS."""
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for op in plan.trace.ops:
         how = plan.assign[op.id]
@@ -47,18 +47,18 @@ def shares(plan: Plan) -> list[Share]:
         sums[0] += 1
         sums[1] += op.t_us
         sums[2] += exposed_us(plan.trace, op, how)
-    return [Share(name, int(found[name][0]), *found[name][1:]) for name in SETS if name in found]
+    return [SetShare(name, int(found[name][0]), *found[name][1:]) for name in SETS if name in found]
 
 
-def fillings(plan: Plan) -> list[Filling]:
-    """Return a ``Filling`` for every kind of window that occurs in the plan."""
+def fillings(plan: Plan) -> list[WindowFilling]:
+    """Return a ``WindowFilling`` for every kind of window that occurs in the plan."""
     used = loads(plan)
     found = []
     for kind in INTER + INTRA:
         windows = [window for window in plan.trace.windows if window.kind == kind]
         if windows:
             hidden = sum(used.get(window.id, 0.0) for window in windows)
-            found.append(Filling(kind, len(windows), sum(window.dur_us for window in windows), hidden))
+            found.append(WindowFilling(kind, len(windows), sum(window.dur_us for window in windows), hidden))
     return found
 
 

@@ -181,8 +181,8 @@ class Recorder(TorchDispatchMode):
     """Measures the durations of operators and waits. If ``takes_notes`` is True, it also records the tensors that
     operators use and the memory in use, which is slow.
 
-    Operators are counted as in ``ft.systems.dmr.runtime.mode.DoubleExecution``, the mode that verifies operators, so
-    that an operator has the same id in the profile and in a run that follows a plan.
+    Operators are counted as in ``ft.systems.dmr.runtime.mode.DoubleExecutionMode``, the mode that verifies operators,
+    so that an operator has the same id in the profile and in a run that follows a plan.
 
     Attributes:
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.

@@ -30,7 +30,7 @@ from ft.systems.dmr.runtime.collectives import (
 )
 from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
-from ft.systems.dmr.runtime.mode import DoubleExecution
+from ft.systems.dmr.runtime.mode import DoubleExecutionMode
 from ft.systems.dmr.runtime.opaque import Executed, OpaqueCalls
 from ft.systems.dmr.runtime.operators import tensors_in
 from ft.systems.dmr.runtime.queue import Queue
@@ -73,7 +73,7 @@ class Engine:
         cursor: ExecutionCursor,
         findings: Findings,
         queue: Queue,
-        mode: DoubleExecution,
+        mode: DoubleExecutionMode,
         messages: Messages | None = None,
         falsifier: "Falsifier | None" = None,
     ):

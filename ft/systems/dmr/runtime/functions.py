@@ -26,7 +26,7 @@ _RECORDED = (
 )
 
 
-class Context:
+class FunctionContext:
     """What a function of ``torch.autograd.Function`` gets as ``ctx`` in one execution.
 
     It holds what the function stores in it; :meth:`hand_over` gives that to the real context. Saved tensors are taken
@@ -38,13 +38,13 @@ class Context:
         self.__dict__.update(record.attributes)
 
     @classmethod
-    def of(cls, real: Any, phase: str) -> "Context":
+    def of(cls, real: Any, phase: str) -> "FunctionContext":
         """Return the context of the first execution of a phase, "forward" or "backward"."""
         return cls(_Record(real, dict(real.__dict__), () if phase == FORWARD else real.saved_tensors))
 
-    def again(self) -> "Context":
+    def again(self) -> "FunctionContext":
         """Return a context with the contents that the real one has had before the first execution."""
-        return Context(_Record(self._ft.real, self._ft.attributes, self._ft.tensors))
+        return FunctionContext(_Record(self._ft.real, self._ft.attributes, self._ft.tensors))
 
     def roots(self) -> dict[str, Any]:
         """Return what a function can reach from the context."""
@@ -181,7 +181,7 @@ def _watched(real: Callable, name: str, phase: str, has_context: bool) -> Callab
         given = args[0] if has_context and args else None
         if given is None:
             return watcher.call(name, lambda: Executed(real(*args, **kwargs)), lambda: {"args": [*args, kwargs]}).value
-        rest, first = args[1:], Context.of(given, phase)
+        rest, first = args[1:], FunctionContext.of(given, phase)
 
         def run() -> Executed:
             context = first.again()

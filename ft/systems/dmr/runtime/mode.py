@@ -39,7 +39,7 @@ PRIMARY, CHECKER = "primary", "checker"
 """The first execution of an operator, whose results training uses, and the second execution, which verifies it."""
 
 
-class DoubleExecution(TorchDispatchMode):
+class DoubleExecutionMode(TorchDispatchMode):
     """Executes operators, has each of them verified as the strategy decides, and counts the operators by set.
 
     Args:

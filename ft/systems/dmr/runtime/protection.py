@@ -24,7 +24,7 @@ from ft.systems.dmr.runtime import suspects
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Rows
 from ft.systems.dmr.runtime.opaque import OPAQUE
-from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
+from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, AttemptLimits, Outcome, Reports
 
 _SEED = 0
 """Seed of the digests by which worlds compare their tensors; their runs may have different fingerprints."""
@@ -111,7 +111,7 @@ class IterationVerifier(Layer):
         engine: Engine,
         undo: Undo,
         witness: "FindingReporter",
-        limits: Limits,
+        limits: AttemptLimits,
         strategy: str,
     ):
         self._trainer, self.engine, self.undo, self._witness, self._limits = trainer, engine, undo, witness, limits

@@ -33,7 +33,7 @@ from ft.systems.dmr.plan import online
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
 from ft.systems.dmr.runtime.operators import Call, execute_again, results, tensors_in
-from ft.systems.dmr.runtime.strategy import Decision, Segment
+from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment
 
 _T = TypeVar("_T")
 
@@ -426,7 +426,7 @@ class Queue:
     def __init__(
         self,
         findings: Findings,
-        segments: Mapping[str, Segment] | None = None,
+        segments: Mapping[str, PlannedSegment] | None = None,
         helpers: Mapping[str, list[str]] | None = None,
         headroom: float = 0.0,
         dynamic_us: Sequence[float] = (),
@@ -437,7 +437,7 @@ class Queue:
         self._segments, self.helpers = segments or {}, helpers or {}
         self._headroom, self._dynamic_us = headroom, dynamic_us
         self._spent = spent_on(findings.device)
-        self._waiting, self._dynamic = Waiting(self._gone, lasting), online.Waiting()
+        self._waiting, self._dynamic = Waiting(self._gone, lasting), online.DeferredQueue()
         self._replays: dict[str, Replay] = {}
         self._over: set[str] = set()
         self._opened = 0
@@ -448,7 +448,7 @@ class Queue:
         """Begin an iteration. Drop the verifications that an interrupted iteration has left in the queue."""
         self._waiting.drop()
         self._spent.restart()
-        self._dynamic = online.Waiting()
+        self._dynamic = online.DeferredQueue()
         self._replays, self._over, self._replay_bytes, self._opened = {}, set(), 0, 0
         self.in_windows = self.early = self.late = 0
 

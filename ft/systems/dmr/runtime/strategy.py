@@ -97,7 +97,7 @@ DEFERRED = (D_INTER, D_INTRA)
 AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(UNCHECKED)
 
 
-class Segment(NamedTuple):
+class PlannedSegment(NamedTuple):
     """An AGC segment of a plan: the number of operators that are replayed, and the number of planned operators that
     precede its window."""
 
@@ -125,7 +125,7 @@ class Strategy:
         self.name = f"{name}, unstable left out: {', '.join(sorted(unstable))}" if unstable else name
         self.uses_recomputation = name != NAIVE
         self.misfits: Counter[tuple[str, str]] = Counter()
-        self.replays: dict[str, Segment] = {}
+        self.replays: dict[str, PlannedSegment] = {}
         self.helpers: dict[str, list[str]] = {}
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
@@ -207,4 +207,4 @@ class Planned(Strategy):
                 self.helpers.setdefault(op, []).append(name)
             checked = (op for op in (*segment.ops, *segment.again) if plan.assign[op].set != UNCHECKED)
             size = sum(plan.trace.op_by_id[op].name not in self._unstable for op in checked)
-            self.replays[name] = Segment(size, due[segment.window] or 0)
+            self.replays[name] = PlannedSegment(size, due[segment.window] or 0)

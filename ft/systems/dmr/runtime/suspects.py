@@ -28,7 +28,7 @@ _FIX = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class AttemptLimits:
     """Numbers of wrong attempts from which on a fault counts as permanent.
 
     Args:
@@ -60,7 +60,7 @@ def own_mismatches(found: Sequence[Mismatch]) -> list[Mismatch]:
     return [one for one in found if one.how not in (MESSAGE, REDUCTION, DISPUTED, SUM)]
 
 
-def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Limits) -> Outcome:
+def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: AttemptLimits) -> Outcome:
     """Decide what to do after the last of ``attempts`` at one iteration went wrong.
 
     A rank whose own executions differed in every attempt is at fault. The exception: an operator that differs on
@@ -169,7 +169,7 @@ def _of_nobody_else(rank: int, wrong: Mapping[int, Wrong]) -> list[bool]:
 
 
 def _too_often(
-    now: Mapping[int, Wrong], earlier: Mapping[int, Wrong], limits: Limits, *, at_most: int
+    now: Mapping[int, Wrong], earlier: Mapping[int, Wrong], limits: AttemptLimits, *, at_most: int
 ) -> Outcome | None:
     """Return the outcome that evicts the rank with the most wrong attempts; None if there are fewer than
     ``limits.repeats``. A rank is only considered if it was also wrong in this iteration (``now``), of which at most

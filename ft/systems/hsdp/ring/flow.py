@@ -16,7 +16,7 @@ from ft.base.errors import UserError
 from ft.state import device as devices
 from ft.systems.hsdp.ring import numbers
 from ft.systems.hsdp.ring.links import READ, WRITE, Links, Poller, RingLink
-from ft.systems.hsdp.ring.numbers import Item, Numbers, items
+from ft.systems.hsdp.ring.numbers import Item, ReducedTensor, items
 from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.staging import Staged, Staging
 
@@ -76,7 +76,7 @@ class Flow:
     def __init__(self, links: Links, poller: Poller, pause: Callable[[], None], moved: Callable[[], None]):
         self._links, self._poller, self._pause, self._moved = links, poller, pause, moved
 
-    def run(self, head: bytes, items: tuple[Item, ...], numbers: Numbers) -> None:
+    def run(self, head: bytes, items: tuple[Item, ...], numbers: ReducedTensor) -> None:
         """Do one all-reduce.
 
         Raises:

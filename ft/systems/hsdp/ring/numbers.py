@@ -116,7 +116,7 @@ class Buffers:
         return self._waiting
 
 
-class Numbers(ABC):
+class ReducedTensor(ABC):
     """One tensor during its all-reduce, with the buffers and the addition for its chunks.
 
     An item is one chunk to send and one chunk to receive (:class:`ft.systems.hsdp.ring.numbers.Item`). ``index`` is
@@ -167,12 +167,12 @@ class Numbers(ABC):
         return True
 
 
-def of(tensor: torch.Tensor, scale: float, members: int, buffers: Buffers) -> Numbers:
+def of(tensor: torch.Tensor, scale: float, members: int, buffers: Buffers) -> ReducedTensor:
     """Return the arithmetic for ``tensor`` in host memory, whose sum over ``members`` is multiplied by ``scale``."""
     return (InPlace if tensor.dtype == torch.float32 else Widened)(tensor, scale, members, buffers)
 
 
-class InPlace(Numbers):
+class InPlace(ReducedTensor):
     """fp32 tensors: sums are computed in the tensor's memory and sent from there."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):

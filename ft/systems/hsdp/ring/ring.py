@@ -48,7 +48,7 @@ class Members:
 
 
 @dataclass
-class Operation:
+class RingOperation:
     """A job: one all-reduce. See :meth:`Ring.all_reduce`."""
 
     tensor: torch.Tensor
@@ -110,7 +110,7 @@ class Ring:
         self._broken: Broken | BaseException | None = Broken(_NOBODY)
         self._lock = threading.Lock()
         # A job with its number in the order of submission, and its time limit in seconds.
-        self._jobs: deque[tuple[Members | Operation, int, float]] = deque()
+        self._jobs: deque[tuple[Members | RingOperation, int, float]] = deque()
         self._submitted = self._order = 0
         self._cancelled, self._why_cancelled = 0, "its thread has ended"
         self._is_closing = False
@@ -165,7 +165,7 @@ class Ring:
             raise UserError(f"an all-reduce with the scale {scale}", "give a finite one")
         if after is None and tensor.device.type != "cpu":
             after = when_queued(tensor.device)
-        operation = Operation(tensor, float(scale), after)
+        operation = RingOperation(tensor, float(scale), after)
         self._submit(operation)
         return operation.pending
 
@@ -211,7 +211,7 @@ class Ring:
                 self._poller.wake()
         self._thread.join()
 
-    def _submit(self, job: Members | Operation) -> None:
+    def _submit(self, job: Members | RingOperation) -> None:
         with self._lock:
             if not self._is_closing:
                 self._submitted += 1
@@ -220,8 +220,8 @@ class Ring:
                 return
         self._refuse(job)
 
-    def _refuse(self, job: Members | Operation) -> None:
-        if isinstance(job, Operation):
+    def _refuse(self, job: Members | RingOperation) -> None:
+        if isinstance(job, RingOperation):
             job.pending.end(ReduceResult(False, "the ring is closed", skipped=True))
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Ring:
         finally:
             self._end()
 
-    def _next(self) -> Members | Operation | None:
+    def _next(self) -> Members | RingOperation | None:
         while True:
             self._watch_over()
             with self._lock:
@@ -368,7 +368,7 @@ class Ring:
 
     # --- an operation ------------------------------------------------------------------------------------------------
 
-    def _do(self, operation: Operation) -> None:
+    def _do(self, operation: RingOperation) -> None:
         if self._cancelled >= self._order:
             operation.pending.end(ReduceResult(False, self._why_cancelled, skipped=True))
             if self._broken is None:
@@ -379,7 +379,7 @@ class Ring:
             return
         operation.pending.end(self._outcome(operation))
 
-    def _outcome(self, operation: Operation) -> ReduceResult | BaseException:
+    def _outcome(self, operation: RingOperation) -> ReduceResult | BaseException:
         tensor = operation.tensor
         try:
             self._reducer.await_ready(tensor, operation.after, self._look)

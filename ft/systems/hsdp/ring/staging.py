@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ft.state import device as devices
-from ft.systems.hsdp.ring.numbers import Item, Numbers
+from ft.systems.hsdp.ring.numbers import Item, ReducedTensor
 from ft.systems.hsdp.ring.options import RingOptions
 
 Add = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None], None]
@@ -99,7 +99,7 @@ class _Queued:
 FETCHED, ADDED, STORED = "fetched", "added", "stored"
 
 
-class Staged(Numbers):
+class Staged(ReducedTensor):
     """One tensor on a device during its all-reduce. Results have the same bits as those of a tensor in host memory.
 
     Args:

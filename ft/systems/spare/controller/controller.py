@@ -34,7 +34,7 @@ def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Engine:
+class CoreFunctions:
     """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted."""
 
     name: str
@@ -46,7 +46,7 @@ class Engine:
     numbers: Callable[[Any], Any]
 
 
-def engine(accelerate: bool | None = None) -> Engine:
+def engine(accelerate: bool | None = None) -> CoreFunctions:
     """Return the engine to use; both engines give the same results.
 
     Args:
@@ -66,7 +66,7 @@ def engine(accelerate: bool | None = None) -> Engine:
         return INTERPRETED
 
 
-def state_of(placement: Placement, chosen: Engine) -> core.StackState:
+def state_of(placement: Placement, chosen: CoreFunctions) -> core.StackState:
     """Return a new state of the controller's core, in which all groups are alive and no shard type has moved."""
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, core.NONE)
@@ -83,7 +83,7 @@ def state_of(placement: Placement, chosen: Engine) -> core.StackState:
     return made
 
 
-def initial(placement: Placement, chosen: Engine) -> Any:
+def initial(placement: Placement, chosen: CoreFunctions) -> Any:
     """Return the initial order of shard types of all groups, flattened from [N, r], as ``chosen.start`` takes it."""
     return chosen.numbers(placement.orders().ravel())
 
@@ -96,13 +96,13 @@ def _array(numbers: Any) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-INTERPRETED = Engine("interpreted", core.lose, core.missing, core.bring_back, core.trial, core.start, _list)
+INTERPRETED = CoreFunctions("interpreted", core.lose, core.missing, core.bring_back, core.trial, core.start, _list)
 
 _SOURCES = (__file__, core.__file__)
 
 
 @cache
-def _compiled() -> Engine:
+def _compiled() -> CoreFunctions:
     import numba
     from numba.extending import register_jitable
 
@@ -124,7 +124,7 @@ def _compiled() -> Engine:
         compiled = [numba.njit(**options)(entry) for entry in entries]
     finally:
         numba.config.CACHE_DIR = before
-    return Engine("numba", *compiled, _array)
+    return CoreFunctions("numba", *compiled, _array)
 
 
 def _fill(s: StackState, placement: Placement, values: dict[str, Any]) -> None:
