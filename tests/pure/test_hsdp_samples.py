@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from ft.systems.hsdp.samples import Order, SampleAssignment, SampleStream, merged
+from ft.systems.hsdp.samples import SampleAssignment, SampleStream
 
 SEEDS = range(40)
 
@@ -31,26 +31,11 @@ def run_of(seed: int) -> tuple[SampleAssignment, dict[int, int], list[int], int,
     return assignment, positions, taken, step, rng
 
 
-def test_without_faults_a_step_is_one_contiguous_batch_in_the_order_of_the_replicas():
-    streams = SampleAssignment(3, 4).streams()
-    for step in range(5):
-        samples = [stream.index(step * 4 + i) for stream in streams for i in range(4)]
-        assert samples == list(range(step * 12, (step + 1) * 12))
-
-
 def test_the_streams_of_all_replicas_are_every_sample_once():
     for replicas, block in [(1, 1), (2, 3), (5, 4), (12, 7)]:
         streams = [SampleStream(replica, replicas, block) for replica in range(replicas)]
         samples = numpy.concatenate([stream.index(numpy.arange(block * 9)) for stream in streams])
         assert sorted(samples.tolist()) == list(range(replicas * block * 9))
-
-
-def test_a_replica_that_was_away_goes_on_where_it_was():
-    assignment = SampleAssignment(3, 2)
-    assert [assignment.stream(1).index(p) for p in (0, 1, 2, 3)] == [2, 3, 8, 9]
-    streams = assignment.after({0: 6, 1: 2, 2: 6}, 0, 3, 1)[0].streams()
-    dealt = [streams[i % 3].index(i // 3) for i in range(8)]
-    assert dealt == [8, 9, 14, 15, 18, 19, 20, 21]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -88,12 +73,6 @@ def test_an_assignment_comes_back_from_its_values(seed):
     assert again.taken(positions).tolist() == assignment.taken(positions).tolist()
 
 
-def test_the_same_number_of_replicas_and_block_goes_on_as_before():
-    assignment = SampleAssignment(3, 2)
-    assert assignment.after({0: 4, 1: 2}, 2, 3, 2) == (assignment, {0: 4, 1: 2, 2: 0})
-    assert assignment.after({}, 0, 5, 2) == (SampleAssignment(5, 2), dict.fromkeys(range(5), 0))
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_the_data_reach_as_far_as_any_stream_can(seed):
     rng = random.Random(seed)
@@ -104,19 +83,6 @@ def test_the_data_reach_as_far_as_any_stream_can(seed):
     needed = later.needed(steps + 5, batch)
     assert needed == max(stream.index(steps * batch - 1) for stream in later.streams()) + 1
     assert later.needed(5, batch) == 0
-
-
-def test_a_million_steps_are_quick_to_assign_anew():
-    assignment, _ = SampleAssignment(12, 4).after({r: 4_000_000 if r else 4_000 for r in range(12)}, 1_000_000, 11, 4)
-    assert assignment.order.left_over == 4_000_000 - 4_000
-    assert assignment.stream(3).index(10**9) > 10**10 - 10**9
-
-
-def test_an_order_without_leftovers_and_places_below_a_sample():
-    order = Order(numpy.array([[3, 5], [9, 10]]), 20)
-    assert order.samples(numpy.arange(5)).tolist() == [3, 4, 9, 20, 21]
-    assert [order.places_below(s) for s in (0, 3, 4, 9, 10, 20, 22)] == [0, 0, 1, 2, 3, 3, 5]
-    assert merged(numpy.array([[5, 7], [1, 3], [3, 5], [9, 9], [2, 4]])).tolist() == [[1, 7], [9, 9]]
 
 
 def test_streams_are_leveled_without_a_sample_lost_or_doubled():
