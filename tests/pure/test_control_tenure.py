@@ -154,13 +154,13 @@ def test_time_in_which_nobody_looked_at_a_lease_does_not_make_it_old(tmp_path, m
     election.renew(tmp_path, LeaseRecord(0, 0, "tcp://n0:1", "n0", 1))
     keeper = LeaseKeeper(tmp_path, 0.25)
 
-    def looks(*times):
+    def polls(*times):
         for now[0] in times:
             keeper._look()
 
-    looks(100.0, 100.25)
+    polls(100.0, 100.25)
     assert keeper.age(124.25) < 0.6, "its event loop may go on before its thread looks"
-    looks(124.25)
+    polls(124.25)
     assert keeper.age(124.25) == 0.25 and keeper.serving(124.25) == 0.25
-    looks(*(124.25 + 0.25 * i for i in range(1, 9)))
+    polls(*(124.25 + 0.25 * i for i in range(1, 9)))
     assert keeper.age(126.25) == 2.25, "nobody renews it"

@@ -60,9 +60,9 @@ def test_names_with_an_ending_and_folders_below_are_read(tmp_path):
 def test_a_rank_without_a_dump_and_one_with_half_a_dump_are_dead(tmp_path):
     assert found(write(tmp_path, {0: WAITING, 2: WAITING})) == [(1, "dead")]
     (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps(BEHIND)[:40])
-    look = read(tmp_path)
-    assert [(c.rank, c.kind) for c in diagnose(look).causes] == [(1, "dead")]
-    assert "nccl_trace_rank_1 cannot be read" in look.why
+    inspection = read(tmp_path)
+    assert [(c.rank, c.kind) for c in diagnose(inspection).causes] == [(1, "dead")]
+    assert "nccl_trace_rank_1 cannot be read" in inspection.why
 
 
 def test_members_that_no_dump_names_are_those_that_use_the_group(tmp_path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ft.faults.hang.look import ADDED, SKIPPED
+from ft.faults.hang.inspection import ADDED, SKIPPED
 from ft.state.groups import history
 from ft.state.groups.history import History, StartedOperation
 
