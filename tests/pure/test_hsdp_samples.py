@@ -1,10 +1,12 @@
-"""Streams of samples: whatever happens to the replicas, every sample once."""
+"""FT-HSDP: every sample once, whatever happens to the replicas; and what replicas find who compare their digests."""
 
 import random
 
 import numpy
 import pytest
+import torch
 
+from ft.systems.hsdp.exchange import compare, table
 from ft.systems.hsdp.samples import SampleAssignment, SampleStream
 
 SEEDS = range(40)
@@ -93,3 +95,51 @@ def test_streams_are_leveled_without_a_sample_lost_or_doubled():
     to_come = [level.stream(replica).index(at) for replica in range(3) for at in range(12)]
     assert len({*taken, *to_come}) == len(taken) + len(to_come)
     assert set(range(20 + 3 * 8)) <= {*taken, *to_come}
+
+
+# --- digests of models and sums ---------------------------------------------------------------------------------------
+
+
+GOOD, BAD, WORSE = (
+    torch.tensor([first, second]) for first, second in ((-(2**63), 2**63 - 1), (5, -1), (-(2**63), 2**63 - 2))
+)
+
+
+def summed(models, sums):
+    count = len(models)
+    return sum(table(count, place, model, total) for place, (model, total) in enumerate(zip(models, sums, strict=True)))
+
+
+def verdicts(models, sums=None):
+    rows = summed(models, sums or [GOOD] * len(models))
+    return [compare(rows, place) for place in range(len(models))]
+
+
+def test_equal_members_commit():
+    assert not any(each.problem or each.is_stale for each in verdicts([GOOD] * 3))
+
+
+def test_a_member_that_catches_up_has_no_model_to_compare():
+    assert not any(each.problem for each in verdicts([GOOD, None, GOOD]))
+
+
+@pytest.mark.parametrize(
+    ("models", "stale"),
+    [
+        ([GOOD, BAD, GOOD], [1]),
+        ([GOOD, WORSE, GOOD], [1]),  # one bit
+        ([BAD, GOOD, None, GOOD], [0]),
+        ([GOOD, BAD], [0, 1]),
+        ([GOOD, BAD, WORSE], [0, 1, 2]),
+        ([GOOD, GOOD, BAD, BAD], [0, 1, 2, 3]),
+    ],
+)
+def test_members_whose_model_is_not_the_majoritys_are_stale(models, stale):
+    found = verdicts(models)
+    assert len({each.problem for each in found}) == 1 and found[0].problem
+    assert [place for place, each in enumerate(found) if each.is_stale] == stale
+
+
+def test_different_sums_are_no_members_fault():
+    found = verdicts([GOOD] * 3, [GOOD, GOOD, BAD])
+    assert all("different sums" in each.problem and not each.is_stale for each in found)
