@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from ft.base.errors import UserError
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.placement import Placement
-from ft.systems.spare.ruler import OPTIMAL, check, is_distinct, largest_redundancy, most_marks, ruler
-
-LENGTHS = [1, 3, 6, 11, 17, 25, 34, 44, 55, 72, 85, 106, 127, 151, 177, 199, 216, 246, 283, 333, 356, 372, 425, 480]
-LENGTHS += [492, 553, 585]
+from ft.systems.spare.ruler import check, largest_redundancy, most_marks, ruler
 
 
 @st.composite
@@ -35,12 +32,6 @@ def shared(placement: Placement) -> np.ndarray:
     both = holds.T @ holds
     np.fill_diagonal(both, 0)
     return both
-
-
-def test_the_table_holds_golomb_rulers_of_the_known_optimal_lengths():
-    assert [OPTIMAL[r][-1] for r in range(2, 29)] == LENGTHS
-    assert all(is_distinct(marks, 2 * marks[-1] + 1) for marks in OPTIMAL.values())
-    assert not any(is_distinct(marks, 2 * marks[-1]) for marks in OPTIMAL.values())
 
 
 @settings(max_examples=60, deadline=None)
