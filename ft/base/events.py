@@ -83,8 +83,8 @@ RESUMED = _event("resumed", ("epoch", "step"))
 # user's own; differences: clauses about the batches, the outputs of the model and the gradients
 STEP_DIFFERS = _event("step_differs", ("rank", "epoch", "step"), ("differences",))
 # all workers were asked what they are doing, because a time limit is about to pass or somebody wants to know
-# (ft diagnose hang); number: number of the look
-LOOKED = _event("looked", ("epoch",), ("number", "reason"))
+# (ft diagnose hang); number: number of the inspection
+INSPECTED = _event("inspected", ("epoch",), ("number", "reason"))
 WORKER_LOST = _event("worker_lost", ("node", "worker"), ("reason",))
 # a device (GPU) of the node gets no further worker; device: its index on the node
 DEVICE_UNUSABLE = _event("device_unusable", ("node",), ("device", "reason"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base import bounded_json
-from ft.faults.hang.look import Across
+from ft.faults.hang.inspection import Across
 from ft.job.parts import GroupReport, Holdings, Neighbours, Seat, Source
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
 
@@ -419,13 +419,14 @@ class Observed(Message):
 
 
 @dataclass(frozen=True)
-class Looked(Message):
-    """What a worker does at the moment of a look, for its agent, which stores it and passes it on in a ``LookTaken``.
+class Inspected(Message):
+    """What a worker does at the moment of an inspection, for its agent, which stores it and passes it on in an
+    ``InspectionAnswered``.
 
     Attributes:
         worker: name of the worker.
-        number: number of the look.
-        said: JSON values of a ``ft.faults.hang.look.Rank``.
+        number: number of the inspection.
+        said: JSON values of a ``ft.faults.hang.inspection.Rank``.
         groups: name of each process group of the worker -> logical ranks of its members.
         across: name of each group of ranks of several replicas -> its members.
     """
@@ -438,10 +439,11 @@ class Looked(Message):
 
 
 @dataclass(frozen=True)
-class LookTaken(Message):
-    """What the workers of ``node`` do at the moment of look ``number``.
+class InspectionAnswered(Message):
+    """What the workers of ``node`` do at the moment of inspection ``number``.
 
-    ``said`` is the node's part of the look as it is stored (``ft.record.looks``), without the stacks of threads.
+    ``said`` is the node's part of the inspection as it is stored (``ft.record.inspections``), without the stacks of
+    threads.
     """
 
     node: str
@@ -460,10 +462,10 @@ class HangCause:
 
 @dataclass(frozen=True)
 class HangJudged(Message):
-    """Report of the control plane to itself: what look ``number`` says of a hang.
+    """Report of the control plane to itself: what inspection ``number`` says of a hang.
 
     Attributes:
-        number: number of the look.
+        number: number of the inspection.
         causes: the causes, the most certain first.
         waiting: logical ranks that wait for others.
     """
@@ -474,7 +476,7 @@ class HangJudged(Message):
 
 
 @dataclass(frozen=True)
-class LookWanted(Message):
+class InspectionWanted(Message):
     """Somebody wants to know what all workers are doing.
 
     ``why`` says for what, as text.
@@ -653,11 +655,11 @@ class Resume(Message):
 
 
 @dataclass(frozen=True)
-class Look(Message):
+class Inspect(Message):
     """Every worker says what it is doing, for the search for the cause of a hang; its agent stores that.
 
     Attributes:
-        number: number of the look in this run.
+        number: number of the inspection in this run.
         why: why it is taken.
         seats: logical rank -> name of the worker that holds it.
     """

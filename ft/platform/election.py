@@ -27,7 +27,7 @@ launcher that runs the quorum server; QUORUM of the quorum server's lease.
 LAUNCHERS = "launchers"
 """Subfolder of a run's folder for the launchers' terms and lease; those in the run's folder belong to the servers."""
 _FOLDER = "terms"
-_LOOK_S = 0.05
+_POLL_S = 0.05
 SUCCEEDED = 75
 """Exit code of a leader that found a newer claim than its own."""
 
@@ -128,7 +128,7 @@ def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
     while first is not None and time.monotonic() < deadline:
         if read(run_dir) != first:
             return True
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return False
 
 
@@ -139,12 +139,12 @@ class LeaseKeeper:
     accepts connections, it renews the lease itself, and this keeper only watches.
 
     Args:
-        period_s: seconds between two looks at the lease.
-        mine: lease to renew from the first look on, unless its leader accepts connections by then.
+        period_s: seconds between two readings of the lease.
+        mine: lease to renew from the first reading on, unless its leader accepts connections by then.
 
     Attributes:
         has_looked: whether the lease was read at least once.
-        seen: the lease at the last look, None if there was none.
+        seen: the lease at the last reading, None if there was none.
         lost: whether another process has claimed a later term than the one that this process holds.
     """
 
@@ -185,7 +185,7 @@ class LeaseKeeper:
             self._looked_at = self._changed_at
 
     def age(self, now: float) -> float | None:
-        """Return for how many seconds the lease was watched without a change; None before the first look.
+        """Return for how many seconds the lease was watched without a change; None before the first reading.
 
         Time in which the thread did not look does not count.
 

@@ -290,7 +290,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _SLACK_S = 1.0
 _MOST_PAUSES = 64
 MOST_IN_A_ROW = 3
@@ -316,9 +316,9 @@ class Standstill:
             said: number of messages received from the process so far; a new message counts as activity.
         """
         passed = now - self._looked_at
-        if self._seen is None or passed >= _LOOK_S:
+        if self._seen is None or passed >= _POLL_S:
             seen = (pid, said, activity(pid))
-            self._for_s = self._for_s + min(passed, 2 * _LOOK_S) if seen == self._seen else 0.0
+            self._for_s = self._for_s + min(passed, 2 * _POLL_S) if seen == self._seen else 0.0
             self._seen, self._looked_at = seen, now
         return self._for_s
 

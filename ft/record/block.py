@@ -15,13 +15,13 @@ from ft.base.events import Event, named
 from ft.faults.hang.causes import BUSY, over_time
 from ft.faults.hang.format import Who
 from ft.faults.verdict import NODE_LOST
-from ft.record import looks
+from ft.record import inspections
 from ft.record import recoveries as found
 from ft.record.recoveries import PHASES, Recovery
 from ft.show.text import count, seconds, shortened, spans
 
 _BEFORE_S = 6.0
-"""Seconds before a fault was detected within which the look at it was taken; it is taken once in 5 s at most."""
+"""Seconds before a fault was detected within which the inspection of it was taken; it is made once in 5 s at most."""
 
 
 class ToldCause(NamedTuple):
@@ -38,30 +38,30 @@ class ToldCause(NamedTuple):
 
 
 def cause_of_hang(run: Path, history: Sequence[events.Event], recovery: Recovery) -> ToldCause | None:
-    """Return the cause of a hang; None if the run has taken no look, or nobody was at fault in it."""
-    number = _look_of(history, recovery)
+    """Return the cause of a hang; None if the run has made no inspection, or nobody was at fault in it."""
+    number = _inspection_of(history, recovery)
     if number is None:
         return None
     try:
-        look = replace(looks.read(run, number), hosts=events.hosts(history))
+        seen = replace(inspections.read(run, number), hosts=events.hosts(history))
     except (UserError, OSError):  # what the run tells of itself must not depend on a file that cannot be read
         return None
-    found = over_time([look])
+    found = over_time([seen])
     if not found.causes:
         return None
     first = found.causes[0]
-    who = Who(look).title(first.guilty)
+    who = Who(seen).title(first.guilty)
     more = f" and {len(found.causes) - 1} more" if len(found.causes) > 1 else ""
     why = first.where if first.kind == BUSY else first.evidence[0]
-    return ToldCause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}")
+    return ToldCause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --inspection {number}")
 
 
-def _look_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
-    """Return the number of the last look shortly before the fault was detected; None if there is none."""
+def _inspection_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
+    """Return the number of the last inspection shortly before the fault was detected; None if there is none."""
     taken = [
         event
         for event in history
-        if event.name == events.LOOKED
+        if event.name == events.INSPECTED
         and event.epoch == recovery.closed
         and 0 <= recovery.detected_at - event.wall < _BEFORE_S
     ]

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Close, Finish, Inherit, Look, Open, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
+from ft.job.messages import Close, Finish, Inherit, Inspect, Open, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
 from ft.job.parts import Seat
 from ft.worker.progress import Progress
 
@@ -32,18 +32,18 @@ class Orders:
     Args:
         on_close: called with each ``Close``, on the thread that received it, before the order enters the queue. It
             interrupts the operations in which the training thread may be blocked.
-        on_look: called with each ``Look``, on the same thread; it never enters the queue, because the training thread
-            may be blocked.
+        on_inspect: called with each ``Inspect``, on the same thread; it never enters the queue, because the training
+            thread may be blocked.
         on_inherit: called with each ``Inherit``, on the same thread, before the order that gives the worker its seat.
     """
 
     def __init__(
         self,
         on_close: Callable[[Close], None],
-        on_look: Callable[[Look], None] = lambda order: None,
+        on_inspect: Callable[[Inspect], None] = lambda order: None,
         on_inherit: Callable[[Inherit], None] = lambda order: None,
     ):
-        self._on_close, self._on_look, self._on_inherit = on_close, on_look, on_inherit
+        self._on_close, self._on_inspect, self._on_inherit = on_close, on_inspect, on_inherit
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def deliver(self, order: Any) -> None:
@@ -55,8 +55,8 @@ class Orders:
             sys.stderr.write("the agent of this worker is gone: ending\n")
             sys.stderr.flush()
             os._exit(AGENT_LOST)
-        if isinstance(order, Look):
-            self._on_look(order)
+        if isinstance(order, Inspect):
+            self._on_inspect(order)
             return
         if isinstance(order, Inherit):
             self._on_inherit(order)

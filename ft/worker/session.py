@@ -1,7 +1,7 @@
 """A worker's session in an ``ft run``: its logical rank, its process groups and its connection to the node agent.
 
-To an order ``Look``, :func:`answer_look` says what the worker is doing, on the thread that receives orders, so it also
-answers when the training thread is blocked.
+To an order ``Inspect``, :func:`answer_inspection` says what the worker is doing, on the thread that receives orders, so
+it also answers when the training thread is blocked.
 
 A standby checks its node while it waits for a logical rank and keeps memory ready. What a recovery costs beyond a fixed
 time is work on memory, and most of it is the first touch of each page: the kernel has to find and zero it, which takes
@@ -32,10 +32,10 @@ from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
 from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
 from ft.faults.hang.format import COMMUNICATION, KERNEL, place
-from ft.faults.hang.look import Across, Operation, Rank, Thread
+from ft.faults.hang.inspection import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Inherit, Look, Looked, Observed, Open, Reserve, StepTimes
+from ft.job.messages import Close, Inherit, Inspect, Inspected, Observed, Open, Reserve, StepTimes
 from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
@@ -71,10 +71,10 @@ class AcrossReplicas:
     threads: frozenset[str] = frozenset()
 
 
-def answer_look(session: "Session", order: Look) -> Looked:
-    """Return the answer to a look."""
+def answer_inspection(session: "Session", order: Inspect) -> Inspected:
+    """Return the answer to an inspection."""
     across = session.across_replicas() if session.across_replicas is not None else AcrossReplicas()
-    groups = session.groups.look(across.threads) if session.groups is not None else None
+    groups = session.groups.inspect(across.threads) if session.groups is not None else None
     threads = running_threads()
     operations = groups.operations if groups is not None else ()
     trainer = next((thread for thread in threads if thread.trains), None)
@@ -95,7 +95,7 @@ def answer_look(session: "Session", order: Look) -> Looked:
         step_s=session.progress.step_time(),
     )
     members = dict(groups.members) if groups is not None else {}
-    return Looked(session.worker, order.number, to_json(said), members, dict(across.groups))
+    return Inspected(session.worker, order.number, to_json(said), members, dict(across.groups))
 
 
 def running_threads() -> list[Thread]:
@@ -188,8 +188,8 @@ class Session(protocol.Member):
         faulty_device: function (number of the fault, bit flip) that injects a bit flip into this worker's computation;
             None without redundant execution (SpareTrain).
         progress: progress that heartbeats report.
-        across_replicas: function that returns what this rank does with ranks of other replicas, for a look; None: there
-            are no replicas.
+        across_replicas: function that returns what this rank does with ranks of other replicas, for an inspection;
+            None: there are no replicas.
         role: name of the part of the work that the worker does. Workers with the same role have the same work in every
             step, so that one of them that is slower than the others stands out. "": its steps are not compared.
         server: server that sends and receives snapshots.
@@ -226,7 +226,7 @@ class Session(protocol.Member):
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._when_closed: list[Callable[[int, str], None]] = []
-        self.orders = Orders(self._on_close, self._on_look, self._on_inherit)
+        self.orders = Orders(self._on_close, self._on_inspect, self._on_inherit)
         self.link = Link.connect(environment, processes.register_handler(threading.main_thread().ident or 0))
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
@@ -412,12 +412,12 @@ class Session(protocol.Member):
         if self.groups is not None:
             self.groups.history.is_unusual()
 
-    def _on_look(self, order: Look) -> None:
+    def _on_inspect(self, order: Inspect) -> None:
         if self.rank < 0:
             return
         try:
-            answer = answer_look(self, order)
-        except Exception as error:  # this thread has to receive further orders, whatever a look finds
+            answer = answer_inspection(self, order)
+        except Exception as error:  # this thread has to receive further orders, whatever an inspection finds
             self.log_error(error)
             return
         self.send(answer)

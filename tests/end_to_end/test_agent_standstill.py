@@ -78,7 +78,7 @@ def test_a_control_plane_that_is_stopped_before_it_serves_is_replaced(ft_run, tm
     assert "the control plane that is to start has done nothing for" in said and "the script runs" in said
 
 
-def test_time_without_looks_does_not_count(tmp_path):
+def test_time_without_polls_does_not_count(tmp_path):
     """An agent that was stopped together with its pool must not blame the pool."""
     child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(900)"], stdout=-1)
     try:

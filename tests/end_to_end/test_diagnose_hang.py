@@ -38,18 +38,18 @@ def command(*arguments) -> CompletedProcess:
 def test_who_is_blocked_in_its_own_code_is_named_with_its_line_and_then_a_stopped_process(corpus, quick, tmp_path):
     options = f"{quick} --inject stall@step=6:rank=1,hang@step=12:rank=2"
     done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 18), options=options)
-    assert done.code == 0 and done.named("looked"), done.explain()
-    code, found = diagnose(tmp_path / "run", "--look", "1")
+    assert done.code == 0 and done.named("inspected"), done.explain()
+    code, found = diagnose(tmp_path / "run", "--inspection", "1")
     assert code == 1, found
     first = found["causes"][0]
     assert (first["rank"], first["kind"]) == (1, "busy"), found
     assert "ft/faults/worker.py" in first["where"], found
     assert {rank for wait in found["waiting"] for rank in wait["ranks"]} == {0, 2, 3}, found
     assert len(found["causes"]) == 1, found
-    said = command(tmp_path / "run", "--look", "1", "--picture", tmp_path / "hang.png")
-    assert said.stdout.startswith("look at 4 ranks") and (tmp_path / "hang.png").stat().st_size > 0, said
+    said = command(tmp_path / "run", "--inspection", "1", "--picture", tmp_path / "hang.png")
+    assert said.stdout.startswith("inspection of 4 ranks") and (tmp_path / "hang.png").stat().st_size > 0, said
     assert [event.rank for event in done.named("fault_detected")] == [1, 2], "an innocent rank was replaced"
-    assert "cause     busy: rank 1" in done.output and f"ft diagnose hang {tmp_path}/run --look 1" in done.output
+    assert "cause     busy: rank 1" in done.output and f"ft diagnose hang {tmp_path}/run --inspection 1" in done.output
     code, found = diagnose(tmp_path / "run")
     assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(2, "stopped")], found
 
@@ -72,12 +72,12 @@ def test_a_healthy_run_has_no_cause_that_lasts(corpus, tmp_path):
     run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 200))
     try:
         run.wait_for(lambda: run.step() >= 3)
-        looks = [diagnose(tmp_path / "run")[1] for _ in range(2)]
+        inspections = [diagnose(tmp_path / "run")[1] for _ in range(2)]
     finally:
         run.stop()
-    assert all(one["wall"] for one in looks) and looks[0]["wall"] < looks[1]["wall"], looks
+    assert all(one["wall"] for one in inspections) and inspections[0]["wall"] < inspections[1]["wall"], inspections
     assert not {"stopped", "dead", "mismatch", "missing-call", "cycle"} & {
-        c["kind"] for one in looks for c in one["causes"]
+        c["kind"] for one in inspections for c in one["causes"]
     }
 
 
@@ -123,7 +123,7 @@ def test_of_all_replicas_the_rank_is_named_for_which_the_others_wait_in_their_ri
     assert own[0] == 1 and named(own[1]) == [(1, 1, "busy")], own
 
 
-def test_a_replica_that_hangs_takes_a_look_and_the_others_are_asked_for_one(corpus, quick, tmp_path):
+def test_a_replica_that_hangs_makes_an_inspection_and_the_others_are_asked_for_one(corpus, quick, tmp_path):
     slowly = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
     options = f"{quick} --inject {slowly} --inject stall@replica=1:step=5:rank=1"
     done = replica_runs.train(
@@ -158,4 +158,4 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "replica-0").mkdir()
     for folder in (tmp_path, tmp_path / "replica-0"):
         done = command(folder)
-        assert done.returncode == 2 and "contains no look" in done.stdout, done.stdout
+        assert done.returncode == 2 and "contains no inspection" in done.stdout, done.stdout

@@ -66,7 +66,7 @@ def test_a_replica_whose_copies_are_a_step_older_catches_up_without_a_restart(co
     ],
     ids=["without a copy", "without a standby"],
 )
-def test_a_replica_that_cannot_be_mended_is_restarted_as_a_whole(faults, standbys, failures, corpus, tmp_path):
+def test_a_replica_that_cannot_be_repaired_is_restarted_as_a_whole(faults, standbys, failures, corpus, tmp_path):
     slow = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
     done = recovered(corpus, tmp_path, f"{faults},{slow}", failures, standbys)
     assert done.injected() and done.of(1, events.RESTARTED), done.explain()

@@ -170,10 +170,11 @@ class World:
                     here[name] = replace(beat, **{**changes.get("all", {}), **changes.get(f"r{rank}", {})})
             self.say(m.AgentBeat(node, here))
 
-    def looked(self, *causes, waiting=()):
-        """Say what the last look shows: (ranks, kind) of each cause, and who waits; return the orders that follow."""
-        causes = [m.HangCause(list(ranks), kind, f"{kind}, as the look shows") for ranks, kind in causes]
-        return self.say(m.HangJudged(self.state.looks, causes, list(waiting))) + self.wait(0.3)
+    def inspected(self, *causes, waiting=()):
+        """Say what the last inspection shows: (ranks, kind) of each cause, and who waits; return the orders that
+        follow."""
+        causes = [m.HangCause(list(ranks), kind, f"{kind}, as the inspection shows") for ranks, kind in causes]
+        return self.say(m.HangJudged(self.state.inspections, causes, list(waiting))) + self.wait(0.3)
 
     def exit(self, name, code=-9, attached=True):
         return self.say(m.WorkerExited(name, self.node_of[name], code, attached))

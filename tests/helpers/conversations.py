@@ -204,7 +204,7 @@ def _told(order, lines: list[str]) -> str:
         if name in ("reason", "why", "message") and _on_a_line(value) in "".join(lines):
             continue
         if name == "seats":
-            if isinstance(order, m.Look):
+            if isinstance(order, m.Inspect):
                 continue
             value = " ".join(f"{rank}={seat.worker}/{seat.local_rank}" for rank, seat in value.items())
         elif name == "sources":
@@ -313,7 +313,7 @@ class Run(Player):
     def do_stacks(self, *causes, waiting=()):
         """The stack dumps that were asked for are read. ``causes``: ``RANK:KIND``; ``waiting``: ranks that wait."""
         pairs = [cause.split(":") for cause in causes]
-        self.world.looked(*(((int(rank),), kind) for rank, kind in pairs), waiting=waiting)
+        self.world.inspected(*(((int(rank),), kind) for rank, kind in pairs), waiting=waiting)
 
     def do_say(self, kind, **values):
         """A report by its name and fields."""

@@ -11,7 +11,7 @@ from planted_crashes import ORDERS, TEXTS
 
 from ft.base import events
 from ft.faults.hang.causes import diagnose, over_time
-from ft.faults.hang.look import SERVER, Across, Departure, Look, Operation, Rank, Thread
+from ft.faults.hang.inspection import SERVER, Across, Departure, Inspection, Operation, Rank, Thread
 from ft.faults.hang.replicas import combine
 from ft.job.agent.console import cause_of_crash
 from ft.observe.diagnose.hang import as_text as hang_as_text
@@ -295,7 +295,7 @@ class Hang(Player):
             node: its node.
             counts: channel -> number of the last operation there, beside those of ``pending``.
             about: what the operations are about.
-            more: further fields of :class:`ft.faults.hang.look.Rank`.
+            more: further fields of :class:`ft.faults.hang.inspection.Rank`.
         """
         behind = {"awaited": more.pop("awaited", True), "about": about, "age_s": age_s}
         operations = tuple(_operation(text, **behind) for text in pending)
@@ -308,8 +308,8 @@ class Hang(Player):
         self.ranks[number] = Rank(number, f"{node}.w{number}", node, counts=counted, operations=operations, **more)
 
     def do_diagnose(self):
-        look = Look(self.ranks, self.groups, hosts=self.hosts)
-        return [line for line in hang_as_text(look, diagnose(look)).splitlines() if line]
+        inspection = Inspection(self.ranks, self.groups, hosts=self.hosts)
+        return [line for line in hang_as_text(inspection, diagnose(inspection)).splitlines() if line]
 
     def do_replica(self, number, waits=(), members=(0, 1, 2), why="asked for"):
         """A replica of two ranks, which follow; the quorum server says that it waits for the replicas ``waits``."""
@@ -320,17 +320,17 @@ class Hang(Player):
 
     def do_combine(self, server=None, **how):
         """Show the cause in all replicas. ``server``: state of the quorum server's process, which answers nobody."""
-        looks = {}
+        inspections = {}
         for number, (ranks, groups, across, why) in self.replicas.items():
             for rank, one in ranks.items():
                 names = [operation.group for operation in one.operations]
                 across |= {name: Across((), rank) for name in names if name.startswith(("STATE", "FETCH"))}
                 across |= {name: Across((1,), rank) for name in one.counts if name.startswith("STATE")}
-            looks[number] = Look(ranks, groups, 100.0, why, across)
+            inspections[number] = Inspection(ranks, groups, 100.0, why, across)
         process = None if server is None else Rank(SERVER, "process 77", "n0", server, answers=False)
-        look = combine(looks, server=process, **how)
-        found = over_time([look])
-        assert png(look, found)
+        inspection = combine(inspections, server=process, **how)
+        found = over_time([inspection])
+        assert png(inspection, found)
         self.replicas = {}
-        causes = [(one["replica"], one["rank"], one["kind"]) for one in as_values(look, found)["causes"]]
-        return [*filter(None, hang_as_text(look, found).splitlines()), f"causes: {causes}"]
+        causes = [(one["replica"], one["rank"], one["kind"]) for one in as_values(inspection, found)["causes"]]
+        return [*filter(None, hang_as_text(inspection, found).splitlines()), f"causes: {causes}"]

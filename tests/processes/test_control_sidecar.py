@@ -260,7 +260,7 @@ def check_record(folder):
 def test_the_side_car_notices_by_itself_that_time_has_passed(played):
     played.start()
     played.say(m.WorkerSuspects("n0.w0", 0, "world", "Connection reset"))
-    assert played.hear(m.Look).seats == {0: "n0.w0", 1: "n0.w1"}
+    assert played.hear(m.Inspect).seats == {0: "n0.w0", 1: "n0.w1"}
     assert played.hear(m.Close).reason.endswith("nobody has died")
     assert played.hear(m.Open).joiners == []
 

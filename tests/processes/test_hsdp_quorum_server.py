@@ -167,9 +167,9 @@ def test_a_killed_server_s_successor_goes_on_with_what_was_asked(service):
 
 def test_a_leader_can_ask_whom_the_server_waits_for_and_notices_its_silence(service):
     server, clients, quorum = service.begin()
-    assert clients[0].look(1.0).asked is None
+    assert clients[0].inspect(1.0).asked is None
     waits = ask(clients[0], after(quorum))
-    view = clients[0].look(LIMIT_S)
+    view = clients[0].inspect(LIMIT_S)
     assert view.waits == {1: "is at work in the last quorum"} or view.waits == {
         1: "was in the last quorum and is slower"
     }
@@ -177,7 +177,7 @@ def test_a_leader_can_ask_whom_the_server_waits_for_and_notices_its_silence(serv
     assert view.silent_s < 1.0
     server.send_signal(signal.SIGSTOP)
     time.sleep(0.5)
-    view = clients[0].look(0.05)
+    view = clients[0].inspect(0.05)
     assert view.waits is None and view.silent_s > 0.4
     server.send_signal(signal.SIGCONT)
     ask(clients[1], after(quorum))

@@ -10,14 +10,14 @@ import time
 import pytest
 from waiting import eventually
 
-from ft.faults.hang import look as calls
+from ft.faults.hang import inspection as calls
 from ft.faults.hang.format import where
-from ft.faults.hang.look import RUNNING, Rank
-from ft.job.agent.looks import Looks
-from ft.job.messages import Look
+from ft.faults.hang.inspection import RUNNING, Rank
+from ft.job.agent.inspections import Inspections
+from ft.job.messages import Inspect
 from ft.platform import processes
 from ft.platform.processes import Handler
-from ft.record import looks
+from ft.record import inspections
 
 BEGIN = """
 import ctypes, dataclasses, json, os, signal, sys, threading, time
@@ -76,13 +76,13 @@ def test_who_holds_the_interpreter_lock_in_c_shows_its_line(start):
         assert threads[0].frames[0].endswith(" hold") and threads[0].name == "MainThread", threads
 
 
-def test_an_agent_puts_the_calls_into_the_look(start, tmp_path):
+def test_an_agent_puts_the_calls_into_the_inspection(start, tmp_path):
     process, handler = start(REGISTER + HOLD + "hold()\n")
-    kept = Looks(tmp_path, "n0")
-    kept.begins(Look(1, "a stall", {0: "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
-    eventually(lambda: kept.poll() or looks.numbers(tmp_path))
+    kept = Inspections(tmp_path, "n0")
+    kept.begins(Inspect(1, "a stall", {0: "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
+    eventually(lambda: kept.poll() or inspections.numbers(tmp_path))
     kept.close()
-    said: Rank = looks.read(tmp_path, 1).ranks[0]
+    said: Rank = inspections.read(tmp_path, 1).ranks[0]
     assert (said.process, said.answers) == (RUNNING, False), said
     assert said.training.frames[0].endswith(" hold") and said.training.kernel, said
     assert " hold" in where(said)

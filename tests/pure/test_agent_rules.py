@@ -27,7 +27,7 @@ from ft.net.channel import Channel
 from ft.net.streams import network_of
 from ft.platform import network, numa
 from ft.platform.supervisor import Supervisor
-from ft.record import looks
+from ft.record import inspections
 from ft.worker.session import surroundings
 
 
@@ -78,15 +78,15 @@ def test_what_a_run_writes_goes_through_no_link(tmp_path):
     (tmp_path / "elsewhere").write_text("kept")
     (tmp_path / "log").symlink_to("elsewhere")
     (tmp_path / ".plain.tmp").symlink_to("elsewhere")
-    (tmp_path / "looks").mkdir()
+    (tmp_path / "inspections").mkdir()
     for name in (".wanted.tmp", "server.jsonl"):
-        (tmp_path / "looks" / name).symlink_to("../elsewhere")
+        (tmp_path / "inspections" / name).symlink_to("../elsewhere")
     for write in (
         lambda: Supervisor().start("json.tool", [], tmp_path / "log", print),
         lambda: Lines(tmp_path / "log"),
         lambda: files.replace(tmp_path / "plain", "content"),
-        lambda: looks.want(tmp_path, "asked for"),
-        lambda: looks.note_server(tmp_path, 1.0, {}),
+        lambda: inspections.want(tmp_path, "asked for"),
+        lambda: inspections.note_server(tmp_path, 1.0, {}),
     ):
         with pytest.raises(OSError, match="Too many levels of symbolic links"):
             write()

@@ -7,14 +7,10 @@ from control_world import World, kinds, only, opened
 
 from ft.faults import verdict
 from ft.job import messages as m
-from ft.job.agent.devices import FREE_S
 from ft.job.control import history
-from ft.job.control.state import RUNNING, ControlState, Hold, Incident, RecoveryInProgress, Return
-from ft.job.control.timeouts import Timeouts
+from ft.job.control.state import RUNNING, ControlState, Incident, RecoveryInProgress, Return
 from ft.job.parts import Seat
 from ft.net.codec import from_json, to_json
-
-LIMITS = Timeouts()
 
 
 def test_history_is_bounded():
@@ -73,36 +69,6 @@ def test_reports_may_come_twice():
         one.recover()
     assert kinds(world.orders) == kinds(twice.orders)
     assert twice.state.phase == RUNNING and twice.state.epoch == 1
-
-
-def full(nodes=2, standbys=1, more=0, **how):
-    """Return a training run of 4 workers, on nodes with a device for each of their workers and ``more`` others."""
-    return World(4, nodes, standbys, devices=4 // nodes + more, **how).run()
-
-
-def devices(orders, ranks=range(4)):
-    return [opened(orders).seats[rank].local_rank for rank in ranks]
-
-
-def test_a_device_that_is_never_released_is_given_up_for_another():
-    world = full(nodes=1, more=1, standbys=2)
-    world.state.agents["n0"].unusable[4] = "it is broken"
-    assert "Open" not in kinds(world.say(m.WorkerSilent(world.worker(1), "n0", 0.3, "D")))
-    orders = world.wait(LIMITS.device_s + 1)
-    assert "n0.w1 has not released it within" in world.events("device_unusable")[0]["reason"]
-    assert "cannot hold" in only(orders, m.Stop).message
-    assert LIMITS.device_s > FREE_S, "an agent that still looks at the device is not overdue"
-
-
-def test_an_unsound_device_is_not_used_again():
-    world = full(nodes=1, more=1)
-    world.state.agents["n0"].held["earlier"] = Hold(4, world.now)
-    world.kill(2)
-    assert not world.say(m.DeviceReleased("n0.w2", "n0", 2, "the driver asks for a reset"))
-    assert devices(world.say(m.DeviceReleased("earlier", "n0", 4))) == [0, 1, 4, 3]
-    assert world.events("device_unusable") == [
-        {"node": "n0", "device": 2, "reason": "the driver asks for a reset"},
-    ]
 
 
 # --- recoveries that lead to the same step again: more is in ``conversations/recovery/no_progress.txt`` ---------------

@@ -128,22 +128,6 @@ def test_slower_transfers_and_more_memory_never_make_dmr_dearer():
     assert overhead(3.0, 36e9) >= overhead(3.0, 40e9) >= overhead(3.0, 140e9)
 
 
-def test_the_table_tells_what_is_assumed_and_how_operators_are_verified(capsys):
-    text = said(f"{SMALL} --idle 0.5", capsys)
-    for words in (
-        "TP 2 x PP 2 x DP 1",
-        "documented:",
-        "assumed:",
-        "calibrated:",
-        "3: single operators",
-        "D_intra",
-        "naive",
-    ):
-        assert words in text
-    assert "30 of 32 h200 GPUs" not in text
-    assert "24 of 32 h200 GPUs" in said("--model llama3-70b --gpus 32 --pp 3 --memory 80GB --batch 1", capsys)
-
-
 def test_programs_get_the_keys_of_a_plan_and_the_scenario(capsys):
     found = json.loads(said(f"{SMALL} --json", capsys))
     assert {"model", "gpus", "batch", "slowdown", "idle", "predicted", "phases", "sets", "assumed"} <= set(found)

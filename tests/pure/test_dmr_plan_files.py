@@ -74,15 +74,6 @@ def test_traces_and_plans_are_read_as_they_were_written(tmp_path, seed):
         assert read_plan(path) == found
 
 
-def test_json_has_these_keys(files, capsys):
-    capsys.readouterr()
-    assert cli.main(["dmr", "explain", str(files[1]), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"predicted", "phases", "sets", "windows", "agc_segments", "memory", "online", "reasons"}
-    assert len(found["phases"]) == 4 and found["memory"]["budget"] == float(BUDGET)
-    assert {"t_none", "t_naive", "t_plan", "peak_bytes", "overhead", "gain"} <= set(found["predicted"])
-
-
 def test_the_picture_is_a_png(files, tmp_path, capsys):
     path = tmp_path / "plan.png"
     assert cli.main(["dmr", "explain", str(files[1]), "--plot", str(path)]) == 0
@@ -111,15 +102,6 @@ def test_the_beginning_of_a_file_is_refused(share, files, capsys):
         whole = path.read_text()
         path.write_text(whole[: int(share * len(whole))])
         assert "not JSON, or is truncated" in refused(capsys, command, str(path))
-
-
-def test_files_that_are_not_there_or_cannot_be_written_are_named(files, tmp_path, capsys):
-    assert "cannot be read" in refused(capsys, "explain", str(tmp_path / "none.json"))
-    assert "cannot be read" in refused(capsys, "plan", str(tmp_path))
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    assert "is no text" in refused(capsys, "plan", str(tmp_path / "binary.json"))
-    nowhere = str(tmp_path / "no folder" / "plan.json")
-    assert "cannot be written" in refused(capsys, "plan", str(files[0]), "--memory-budget", "80GB", "--out", nowhere)
 
 
 def test_a_plan_for_another_run_is_refused_with_what_differs(files):

@@ -146,7 +146,7 @@ def test_no_thread_asks_a_work_for_its_end_when_an_epoch_is_closed(rank, monkeyp
         member.allreduce([]).wait()
     rank.nccl[2].works[0].finish()
     monkeypatch.setattr(fake_nccl.Work, "is_completed", lambda work: pytest.fail("asked"))
-    assert rank.groups.oldest_unfinished()[0] == "tp" and rank.groups.look().counts
+    assert rank.groups.oldest_unfinished()[0] == "tp" and rank.groups.inspect().counts
     rank.groups.close(0, "a rank died")
     assert interrupted(rank) == ["tp", "dp"]
 
@@ -168,11 +168,11 @@ def test_the_oldest_operation_without_a_work_is_known_from_events(rank):
 
 
 def test_a_program_far_ahead_of_its_device_does_not_look_at_all_works_each_time(rank, monkeypatch):
-    looks = []
-    monkeypatch.setattr(fake_nccl.Work, "is_completed", lambda work: bool(looks.append(work)))
+    asked = []
+    monkeypatch.setattr(fake_nccl.Work, "is_completed", lambda work: bool(asked.append(work)))
     for _ in range(2000):
         rank.members[0].allreduce([])
-    assert len(looks) < 3 * 2000
+    assert len(asked) < 3 * 2000
 
 
 class Worker:

@@ -6,13 +6,13 @@ One small case for each kind of cause is in ``conversations/hang``.
 from dataclasses import replace
 
 import pytest
-from large_looks import FAULTS, large_look
+from large_inspections import FAULTS, large_inspection
 from lines_run import lines_run
 
 from ft.faults.hang.causes import diagnose, over_time
 from ft.faults.hang.graph import Graph
-from ft.faults.hang.look import (
-    Look,
+from ft.faults.hang.inspection import (
+    Inspection,
     Operation,
     Rank,
 )
@@ -33,7 +33,7 @@ def rank(number, *pending, counts=None, **more):
 
 
 def test_everybody_is_there_so_a_connection_is_slow():
-    (cause,) = diagnose(Look({number: rank(number, op("tp")) for number in (0, 1)}, GROUPS)).causes
+    (cause,) = diagnose(Inspection({number: rank(number, op("tp")) for number in (0, 1)}, GROUPS)).causes
     assert cause.kind == "slow-link" and cause.ends == (0, 1)
 
 
@@ -50,7 +50,7 @@ def test_everybody_is_there_so_a_connection_is_slow():
 def test_of_ranks_that_take_part_alike_in_slow_operations_the_round_trips_tell_which_it_is(round_trips, named, alike):
     def moment(number):
         ranks = [rank(n, op("tp", number), round_trip_s=round_trips[n]) for n in (0, 1)]
-        return Look({one.rank: one for one in ranks}, {"tp": (0, 1)})
+        return Inspection({one.rank: one for one in ranks}, {"tp": (0, 1)})
 
     (cause,) = over_time([moment(number) for number in range(1, 9)]).causes
     assert (cause.rank, cause.kind) == (named, "slow-link")
@@ -60,14 +60,16 @@ def test_of_ranks_that_take_part_alike_in_slow_operations_the_round_trips_tell_w
 
 def test_an_operation_in_the_background_is_no_wait():
     sent = op("pp", name="send", peer=1, awaited=False)
-    assert Graph(Look({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})).waits == []
+    assert Graph(Inspection({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})).waits == []
 
 
 def test_a_slow_rank_is_told_from_those_that_happen_to_compute():
     def moment(number, culprit):
         waiting = [n for n in range(3) if n != culprit]
         there = [rank(n, op("all", number), step=number) for n in waiting]
-        return Look({one.rank: one for one in (*there, rank(culprit, counts={"all": number - 1}, step=number))}, GROUPS)
+        return Inspection(
+            {one.rank: one for one in (*there, rank(culprit, counts={"all": number - 1}, step=number))}, GROUPS
+        )
 
     slow = over_time([moment(n, 2 if n % 4 else 1) for n in range(1, 13)])
     assert [(cause.rank, cause.kind) for cause in slow.causes] == [(2, "slow-rank")]
@@ -88,14 +90,14 @@ def test_injected_hangs_and_slow_downs_are_named(seed):
     "layout", [Layout(tp=4, pp=4, dp=2, vpp=2), Layout(tp=2, cp=2, pp=2, dp=4, ep=2), Layout(dp=32)], ids=str
 )
 def test_the_search_grows_in_proportion_to_the_ranks(layout, fault):
-    found = [large_look(replace(layout, dp=layout.dp * factor), fault) for factor in (2, 8)]
-    small, large = (lines_run(lambda look=look: over_time([look])) for look in found)
+    found = [large_inspection(replace(layout, dp=layout.dp * factor), fault) for factor in (2, 8)]
+    small, large = (lines_run(lambda inspection=inspection: over_time([inspection])) for inspection in found)
     assert large < 1.25 * 4 * small, f"{large / small:.1f} times the lines for 4 times the ranks"
 
 
 @pytest.mark.parametrize("fault, kind", [("busy", "busy"), ("node", "dead"), ("mismatch", "mismatch")])
 def test_one_rank_in_the_middle_of_a_large_run_is_named_and_all_others_wait_for_it(fault, kind):
-    look = large_look(Layout(tp=4, cp=2, pp=4, dp=16, ep=4, vpp=2), fault)
-    first, *others = over_time([look]).causes
+    inspection = large_inspection(Layout(tp=4, cp=2, pp=4, dp=16, ep=4, vpp=2), fault)
+    first, *others = over_time([inspection]).causes
     assert (first.rank // 8, first.kind, others) == (256 // 8, kind, [])
     assert len(first.delayed) + len(first.guilty) == 512

@@ -1,16 +1,16 @@
-"""Hangs of runs of replicas: looks at several replicas are one look, and the rank at fault is found across them."""
+"""Hangs of runs of replicas: inspections of several replicas are one, and the rank at fault is found across them."""
 
 import json
 import os
 
 from ft.faults.hang.causes import over_time
-from ft.faults.hang.look import (
+from ft.faults.hang.inspection import (
     DEAD,
     RUNNING,
     SEND,
     STOPPED,
     Across,
-    Look,
+    Inspection,
     Operation,
     Rank,
     ReplicaRank,
@@ -18,10 +18,10 @@ from ft.faults.hang.look import (
     channel,
 )
 from ft.faults.hang.replicas import combine
-from ft.job.control.looks import judge
+from ft.job.control.inspections import judge
 from ft.job.replicas.launcher import Company
 from ft.observe.diagnose.hang import as_text
-from ft.record import looks as record
+from ft.record import inspections as record
 from ft.record.run import replicas
 
 DP, AGREEMENT = "DP/3", "AGREEMENT/9"
@@ -44,7 +44,7 @@ def ring(rank, sequence=3, **more):
 
 
 def replica(*ranks, waits=(), members=(0, 1, 2), why="asked for"):
-    """A look at a replica of two ranks; the server says that it waits for the replicas ``waits``."""
+    """An inspection of a replica of two ranks; the server says that it waits for the replicas ``waits``."""
     across = {f"RING/{LAST}/{rank}": Across(tuple(members), rank) for rank in range(2)}
     across["QUORUM"] = Across(tuple(waits), 0)
     for rank in range(2):
@@ -52,7 +52,7 @@ def replica(*ranks, waits=(), members=(0, 1, 2), why="asked for"):
     for one in ranks:
         for operation in one.operations:
             across |= {operation.group: Across((), one.rank)} if operation.group.startswith(("STATE", "FETCH")) else {}
-    return Look({one.rank: one for one in ranks}, {DP: (0, 1), AGREEMENT: (0, 1)}, 100.0, why, across)
+    return Inspection({one.rank: one for one in ranks}, {DP: (0, 1), AGREEMENT: (0, 1)}, 100.0, why, across)
 
 
 def in_the_ring(number=3):
@@ -62,11 +62,11 @@ def in_the_ring(number=3):
 
 def test_ranks_are_numbered_through_and_names_of_groups_inside_a_replica_are_told_apart():
     send = Operation(DP, SEND, 2, peer=1)
-    look = combine({0: in_the_ring(), 2: replica(said(0, send, counts={channel(DP, SEND, 1): 2}), said(1))})
-    assert look.places[5] == ReplicaRank(2, 1) and set(look.ranks) == {0, 1, 4, 5}
-    assert look.groups["replica 2/DP/3"] == (4, 5) and look.groups[f"RING/{LAST}/1"] == (1, 3, 5)
-    assert look.ranks[4].operations[0].peer == 5 and look.ranks[4].counts == {"replica 2/DP/3>5": 2}
-    assert look.unasked == {1}, "it is mentioned, and has no look"
+    inspection = combine({0: in_the_ring(), 2: replica(said(0, send, counts={channel(DP, SEND, 1): 2}), said(1))})
+    assert inspection.places[5] == ReplicaRank(2, 1) and set(inspection.ranks) == {0, 1, 4, 5}
+    assert inspection.groups["replica 2/DP/3"] == (4, 5) and inspection.groups[f"RING/{LAST}/1"] == (1, 3, 5)
+    assert inspection.ranks[4].operations[0].peer == 5 and inspection.ranks[4].counts == {"replica 2/DP/3>5": 2}
+    assert inspection.unasked == {1}, "it is mentioned, and has no inspection"
 
 
 def test_the_control_plane_of_a_replica_hears_of_its_own_ranks_only():
@@ -78,22 +78,22 @@ def test_the_control_plane_of_a_replica_hears_of_its_own_ranks_only():
 
 
 def moment(step, busy):
-    """A look at three replicas in this step: one rank computes, the other one of its replica waits for it there."""
-    looks = {}
+    """An inspection of three replicas in this step: one rank computes, the other of its replica waits for it there."""
+    inspections = {}
     for number in range(3):
         waits = [ring(0, step), ring(1, step)] if number != busy[0] else [dp(step), dp(step)]
         counts = {f"RING/{LAST}/{rank}": step - 1 for rank in range(2)}
         here = [said(rank, waits[rank], counts={} if number != busy[0] else counts, step=step) for rank in range(2)]
         if number == busy[0]:
             here[busy[1]] = said(busy[1], counts={**counts, DP: step - 1}, step=step, threads=BLOCKED)
-        looks[number] = replica(*here)
-    return combine(looks)
+        inspections[number] = replica(*here)
+    return combine(inspections)
 
 
 def test_a_rank_that_is_slow_is_told_from_one_that_hangs():
     slow = over_time([moment(step, (1, 1) if step % 4 else (0, 0)) for step in range(1, 13)])
     assert [(cause.rank, cause.kind) for cause in slow.causes] == [(3, "slow-rank")] and slow.moving == (0, 1, 2)
-    assert over_time([moment(1, (1, 1)), moment(2, (1, 1))]).causes == (), "two looks tell nothing"
+    assert over_time([moment(1, (1, 1)), moment(2, (1, 1))]).causes == (), "two inspections tell nothing"
     hangs = over_time([moment(1, (1, 1)), moment(1, (1, 1))])
     assert [(cause.rank, cause.kind) for cause in hangs.causes] == [(3, "busy")] and hangs.moving == ()
 
@@ -107,8 +107,8 @@ def test_a_replica_that_hangs_is_found_while_the_others_train_on():
         return combine({**others, 1: replica(*stuck, why=whys[1])})
 
     assert both(5).takers == {1} and both(5).why == "replica 1: a stall"
-    for looks in ([both(5), both(6)], [both(5)]):
-        found = over_time(looks)
+    for inspections in ([both(5), both(6)], [both(5)]):
+        found = over_time(inspections)
         assert [(cause.rank, cause.kind) for cause in found.causes] == [(3, "busy")], found
         assert found.moving == (0, 2)
     assert "replicas 0, 2 train on" in as_text(both(6), found)
@@ -124,14 +124,14 @@ def test_a_replica_does_not_hang_that_has_started_something_within_the_time_of_a
 
 
 def test_a_stopped_process_is_named_even_if_its_replica_has_just_moved():
-    def look(number):
+    def inspection(number):
         return combine({0: replica(said(0, dp(number)), said(1, process=STOPPED, answers=False)), 1: in_the_ring(3)})
 
-    found = over_time([look(4), look(5)])
+    found = over_time([inspection(4), inspection(5)])
     assert [(cause.rank, cause.kind) for cause in found.causes] == [(1, "stopped")]
 
 
-def test_when_one_replica_takes_a_look_the_launcher_of_its_first_node_asks_the_others(tmp_path):
+def test_when_one_replica_makes_an_inspection_the_launcher_of_its_first_node_asks_the_others(tmp_path):
     for replica in range(3):
         (tmp_path / f"replica-{replica}").mkdir()
 
@@ -141,16 +141,18 @@ def test_when_one_replica_takes_a_look_the_launcher_of_its_first_node_asks_the_o
 
     company = Company(tmp_path, lambda: ("n0", os.getpid()))
     company.follow({0: [0, ""], 1: [3, "a stall"]}, leads=[1])
-    assert wishes() == {} and not (tmp_path / "looks").exists(), "nothing has begun"
+    assert wishes() == {} and not (tmp_path / "inspections").exists(), "nothing has begun"
     company.follow({0: [1, ""], 1: [3, "a stall"]}, leads=[0, 1])
     assert wishes() == {}, "somebody has asked for it, and for the others"
     company.follow({0: [1, ""], 1: [4, "a stall"]}, leads=[0])
     assert wishes() == {}, "the launcher of the first node asks"
     company.follow({0: [1, ""], 1: [5, "a stall"]}, leads=[1])
     assert wishes() == {0: "replica 1: a stall", 2: "replica 1: a stall"}
-    (line, *_) = (tmp_path / "looks" / "server.jsonl").read_text().splitlines()
+    (line, *_) = (tmp_path / "inspections" / "server.jsonl").read_text().splitlines()
     assert json.loads(line)["said"]["process"] == RUNNING
     ended = Company(tmp_path, lambda: ("n0", 0))
     ended.follow({0: [0, ""]}, [])
     ended.follow({0: [1, ""]}, [])
-    assert json.loads((tmp_path / "looks" / "server.jsonl").read_text().splitlines()[-1])["said"]["process"] == DEAD
+    assert (
+        json.loads((tmp_path / "inspections" / "server.jsonl").read_text().splitlines()[-1])["said"]["process"] == DEAD
+    )

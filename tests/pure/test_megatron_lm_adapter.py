@@ -10,8 +10,6 @@ from planted_checkout import plant
 
 from ft.adapters.megatron_lm import hooks, refusals, state, tree
 from ft.adapters.megatron_lm.hooks import split
-from ft.adapters.megatron_lm.step import loss_name
-from ft.base.errors import UserError
 from ft.commands import checkouts, protection
 from ft.job.agent.options import Script
 from ft.protection import table
@@ -108,14 +106,6 @@ def test_sums_keep_every_bit():
     assert list(back) == list(values) and back["advanced iterations"] == 3
     for name in ("lm loss", "z"):
         assert torch.equal(back[name], values[name]) and back[name].shape == values[name].shape
-
-
-@pytest.mark.parametrize(
-    ("loss", "shown"), [(torch.tensor(3.5), "1 numbers"), ((torch.tensor(3.5), torch.tensor(7.0)), "a tuple")]
-)
-def test_a_loss_that_is_no_sum_with_its_number_of_tokens_is_refused(loss, shown):
-    with pytest.raises(UserError, match=rf"reports lm loss \({shown}\); replicas add up one loss"):
-        loss_name([{"lm loss": loss}])
 
 
 # ------------------------------------------------------------------------------------------ the choice of a trainer

@@ -62,21 +62,6 @@ def test_the_control_plane_waits_for_no_answer_longer_than_the_level_says():
     assert world.state.restarts == 1 and within(world, *recovery.WARM_RESTART)
 
 
-def test_the_control_plane_names_the_level_of_a_repair():
-    world = World(standbys=1).run()
-    world.fail(0, "RecoverableError")
-    world.recover()
-    world.kill(1)
-    world.recover()
-    world.exit(world.state.standbys()[0].name)
-    world.kill(2)
-    spawned = [order for order in world.orders if isinstance(order, m.Spawn)][-1]
-    for name in world.start_spawned([spawned]):
-        world.ready(name)
-    world.recover()
-    assert [note["level"] for note in world.events("repair_ordered")] == ["in place", "standby", "copy elsewhere"]
-
-
 def plan_of_large_job(pp: int, dp: int, tp: int = 4):
     """Return the plan of a job that has lost a quarter of its ranks, and with them all data of a part of each stage."""
     ranks, stage = range(pp * dp * tp), dp * tp

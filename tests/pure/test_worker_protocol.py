@@ -10,7 +10,7 @@ import pytest
 
 from ft.base.errors import EpochClosed
 from ft.faults.hang.format import is_in_own_wait
-from ft.faults.hang.look import Rank
+from ft.faults.hang.inspection import Rank
 from ft.job.messages import Close, Finish, Open, Repair, Resume
 from ft.job.parts import Seat
 from ft.worker import protocol
@@ -133,12 +133,13 @@ def test_a_suspended_coroutine_is_an_error_outside_of_a_simulation():
 
 
 def waits(name):
-    """Return whether a look finds the thread in a wait of this project, as if it was a rank's training thread."""
+    """Return whether an inspection finds the thread in a wait of this project, as if it was a rank's training
+    thread."""
     one = next(thread for thread in running_threads() if thread.name == name)
     return is_in_own_wait(Rank(0, threads=(replace(one, trains=True),)))
 
 
-def test_a_look_knows_who_waits_for_a_verdict_and_who_waits_for_an_order():
+def test_an_inspection_knows_who_waits_for_a_verdict_and_who_waits_for_an_order():
     left, orders = threading.Event(), Orders(lambda order: None)
     member = SimpleNamespace(_left=left, worker="n0.w0", epoch=1, send=lambda report: None)
     member.wait_closed = lambda within_s: Session.wait_closed(member, within_s)

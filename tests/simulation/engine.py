@@ -255,8 +255,8 @@ class World:
         calm_at: true time at which the last fault is over.
     """
 
-    _LOOK_EVERY = 64
-    """Number of events between two looks at the whole state, because a look after every event would take too long."""
+    _CHECK_EVERY = 64
+    """Number of events between two checks of the whole state, because a check after every event would take too long."""
 
     def __init__(self, rng: random.Random, lines: list[str] | None):
         self.rng, self.lines = rng, lines
@@ -305,7 +305,7 @@ class World:
             if not self.time.turn():
                 raise Violation("no event is left, but the run has not ended")
             turns += 1
-            if turns % self._LOOK_EVERY == 0 and self.look():
+            if turns % self._CHECK_EVERY == 0 and self.look():
                 break
         self.ended()
 

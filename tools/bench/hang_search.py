@@ -2,9 +2,9 @@
 
     python tools/bench/hang_search.py
 
-Prints one JSON line: for each layout and number of ranks, the seconds of processor time of one search in a look at all
-ranks (`tests/helpers/large_looks.py`), over the kinds of hangs there: a rank that computes, a lost node, a rank in
-another collective, a connection, and every rank in a collective of another size.
+Prints one JSON line: for each layout and number of ranks, the seconds of processor time of one search in an inspection
+of all ranks (`tests/helpers/large_inspections.py`), over the kinds of hangs there: a rank that computes, a lost node, a
+rank in another collective, a connection, and every rank in a collective of another size.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
-from large_looks import FAULTS, large_look  # noqa: E402
+from large_inspections import FAULTS, large_inspection  # noqa: E402
 
 from ft.faults.hang.causes import over_time  # noqa: E402
 from tests.simulation.hangs.machine import Layout  # noqa: E402
@@ -46,11 +46,11 @@ def main() -> int:
 
 def _measured(layout: Layout, fault: str, rounds: int) -> dict[str, float]:
     """Return the median, the least and the most seconds of processor time of a search."""
-    look, taken = large_look(layout, fault), []
+    inspection, taken = large_inspection(layout, fault), []
     for _ in range(rounds):
         gc.collect()
         began = time.process_time()
-        over_time([look])
+        over_time([inspection])
         taken.append(time.process_time() - began)
     return {"median": round(statistics.median(taken), 3), "min": round(min(taken), 3), "max": round(max(taken), 3)}
 

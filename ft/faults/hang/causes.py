@@ -5,10 +5,10 @@ there is none, operations do not fit together: ranks are in different operations
 a circle. Then the rank at fault is the one whose step departs from its step before. If everybody has started an
 operation and it still does not end, a connection is at fault.
 
-In a run that moves, somebody computes and others wait at any moment, so a single look names whoever happens to compute.
-Over several looks (:func:`over_time`), a slow rank is the one that most of the waiting is for, and a slow connection is
-the one whose operations everybody has started in most looks. Of several replicas (FT-HSDP), some may hang while others
-train on; a rank of a replica that moves is not at fault.
+In a run that moves, somebody computes and others wait at any moment, so a single inspection names whoever happens to
+compute. Over several inspections (:func:`over_time`), a slow rank is the one that most of the waiting is for, and a
+slow connection is the one whose operations everybody has started in most inspections. Of several replicas (FT-HSDP),
+some may hang while others train on; a rank of a replica that moves is not at fault.
 """
 
 from collections import Counter, defaultdict
@@ -19,10 +19,10 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from ft.base.events import named
-from ft.faults.hang import look as looks
+from ft.faults.hang import inspection as kinds
 from ft.faults.hang.format import Who, call, is_in_own_wait, of_departure, place_of, where
 from ft.faults.hang.graph import Form, Graph, Wait, all_fit, fits, form
-from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation, Rank
+from ft.faults.hang.inspection import DEAD, RUNNING, SERVED, SERVER, Departure, Inspection, Operation, Rank
 from ft.show.text import capitalised
 
 STOPPED_RANK, DEAD_RANK, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
@@ -34,7 +34,7 @@ KINDS = (DEAD_RANK, STOPPED_RANK, MISSING_CALL, MISMATCH, UNMATCHED, BUSY, SLOW_
 _SHOWN = 3
 """Number of operations that are named in which others wait."""
 _MOST = 100
-"""Number of causes of one look that are told."""
+"""Number of causes of one inspection that are told."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What follows from one or several looks.
+    """What follows from one or several inspections.
 
     Attributes:
         moving: the replicas that go on training; empty in a run without replicas.
@@ -86,26 +86,26 @@ class Diagnosis:
     further: int = 0
 
 
-def diagnose(look: Look) -> Diagnosis:
-    """Return the causes of a hang at the moment of a look."""
-    search = Search(look)
+def diagnose(seen: Inspection) -> Diagnosis:
+    """Return the causes of a hang at the moment of an inspection."""
+    search = Search(seen)
     return search.diagnosis(search.causes)
 
 
 class Search:
-    """The search for causes in one look. Each step leaves out what the steps before it have explained.
+    """The search for causes in one inspection. Each step leaves out what the steps before it have explained.
 
     Attributes:
         causes: the causes as the steps have found them, without the ranks that wait for them (``told``).
     """
 
-    def __init__(self, look: Look):
-        self.look, self._who = look, Who(look)
-        self.graph = Graph(look)
+    def __init__(self, seen: Inspection):
+        self.seen, self._who = seen, Who(seen)
+        self.graph = Graph(seen)
         self.causes: list[Cause] = []
         self._explained: set[int] = set()
         self._followed: set[Any] = set()
-        self._departed = _unusual(look)
+        self._departed = _unusual(seen)
         for step in (self._processes, self._misfits, self._roots, self._circles, self._links):
             for cause in step():
                 self._add(cause)
@@ -157,9 +157,9 @@ class Search:
         """Yield the ranks whose process is stopped, dead or silent, and that others wait for."""
         lost = self._lost_together()
         for rank, waits in sorted(self.graph.awaited.items()):
-            if self.look.is_elsewhere(rank):
+            if self.seen.is_elsewhere(rank):
                 continue
-            said, who, operation = self.look.ranks.get(rank), self._who.one(rank), waits[0].operation
+            said, who, operation = self.seen.ranks.get(rank), self._who.one(rank), waits[0].operation
             if rank in lost:
                 what, together, first = lost[rank]
                 if rank == first:
@@ -181,7 +181,7 @@ class Search:
         """Yield the ranks that are in another operation than the other members, or in the same one with other sizes."""
         seen: set[tuple] = set()
         for rank, pending in self.graph.pending.items():
-            for operation in () if self.look.ranks[rank].moves else pending:
+            for operation in () if self.seen.ranks[rank].moves else pending:
                 key = (operation.group, frozenset((rank, operation.peer)) if operation.is_message else None)
                 if key in seen or (key, operation.sequence) in seen:
                     continue
@@ -200,7 +200,7 @@ class Search:
     def _roots(self) -> Iterator[Cause]:
         """Yield the ranks that others wait for and that are in no operation."""
         for rank, waits in sorted(self.graph.awaited.items()):
-            said = self.look.ranks.get(rank)
+            said = self.seen.ranks.get(rank)
             if rank in self._explained or said is None or self.graph.pending[rank]:
                 continue
             operation, who = waits[0].operation, self._who.one(rank)
@@ -241,7 +241,7 @@ class Search:
         times, tally = Counter(party.key for _, _, party in stuck), Counter[int]()
         for party in parties:
             tally.update(dict.fromkeys(party.ranks, times[party.key]))
-        senders = {rank for rank, operation, _ in stuck if operation.name == looks.SEND}
+        senders = {rank for rank, operation, _ in stuck if operation.name == kinds.SEND}
         rank = max(tally, key=lambda one: (tally[one], one in senders, -one))
         with_it = {party.key for party in parties if rank in party.ranks}
         operation = next(operation for _, operation, party in stuck if party.key in with_it)
@@ -267,7 +267,7 @@ class Search:
         classes = _classes(members)
         largest = max(map(len, classes))
         if sum(len(one) == largest for one in classes) > 1:
-            sender = [rank for rank, operation in members.items() if operation.name == looks.SEND]
+            sender = [rank for rank, operation in members.items() if operation.name == kinds.SEND]
             return sender or classes[-1]
         return sorted(rank for one in classes if len(one) < largest for rank in one)
 
@@ -281,7 +281,7 @@ class Search:
     def _misfit(self, rank: int, own: Operation, others: "_Others") -> Cause:
         departed = self._departed.get(rank)
         kind = MISMATCH
-        if departed is not None and departed.kind == looks.SKIPPED:
+        if departed is not None and departed.kind == kinds.SKIPPED:
             kind = UNMATCHED if departed.expected.is_message else MISSING_CALL
         evidence = [f"{self._who.one(rank)} has started {call(self._who.operation(own), own)}", others.text]
         if departed is not None:
@@ -289,13 +289,13 @@ class Search:
         return _cause(rank, kind, others.operation, self._place(rank), *evidence, besides=others.ranks)
 
     def _of_departure(self, rank: int, departed: Departure) -> Cause:
-        about = departed.found if departed.kind == looks.ADDED else departed.expected
-        if departed.kind == looks.SWAPPED:
+        about = departed.found if departed.kind == kinds.ADDED else departed.expected
+        if departed.kind == kinds.SWAPPED:
             kind = CYCLE
-        elif about.is_message and (departed.kind != looks.CHANGED or departed.found.peer != about.peer):
+        elif about.is_message and (departed.kind != kinds.CHANGED or departed.found.peer != about.peer):
             kind = UNMATCHED
         else:
-            kind = MISSING_CALL if departed.kind == looks.SKIPPED else MISMATCH
+            kind = MISSING_CALL if departed.kind == kinds.SKIPPED else MISMATCH
         operations = (wait.operation for wait in self.graph.awaited.get(rank, ()))
         operation = next((one for one in operations if one.channel == about.channel), about)
         return _cause(rank, kind, operation, self._place(rank), of_departure(departed))
@@ -332,7 +332,7 @@ class Search:
         for rank, _, on, _ in inside:
             follow.setdefault(rank, on)
         path = _around(follow, culprit)
-        chain = " -> ".join(map(self._who.one if self.look.places else str, path))
+        chain = " -> ".join(map(self._who.one if self.seen.places else str, path))
         edges = (
             f"{self._who.one(rank)} is in {self._who.operation(operation)}, and waits for {self._who.one(on)}"
             for rank, operation, _, waits in inside
@@ -346,13 +346,13 @@ class Search:
         """Return (rank, operation, who takes part) of the operations that all have started, and that do not end."""
         found = []
         for rank, pending in self.graph.pending.items():
-            if rank in self._explained or rank in self.graph.of or self.look.ranks[rank].moves:
+            if rank in self._explained or rank in self.graph.of or self.seen.ranks[rank].moves:
                 continue
             for operation in pending:
                 if operation.name in SERVED:
                     continue
                 if operation.peer is None:
-                    ranks = self.look.groups.get(operation.group) or (rank,)
+                    ranks = self.seen.groups.get(operation.group) or (rank,)
                 elif len(self.graph.started(rank, operation)) == 2:
                     ranks = (rank, operation.peer)
                 else:
@@ -373,13 +373,13 @@ class Search:
         name of the replica or the node, all its ranks, and the first one that others wait for."""
         nodes: dict[str, list[int]] = defaultdict(list)
         replicas: dict[str, list[int]] = defaultdict(list)
-        for rank, said in self.look.ranks.items():
-            place = self.look.places.get(rank)
+        for rank, said in self.seen.ranks.items():
+            place = self.seen.places.get(rank)
             if said.node:
-                node = f"node {named(said.node, self.look.hosts)}"
+                node = f"node {named(said.node, self.seen.hosts)}"
                 nodes[node + (f" of replica {place.replica}" if place else "")].append(rank)
-        for rank, place in self.look.places.items():
-            if not self.look.is_elsewhere(rank):
+        for rank, place in self.seen.places.items():
+            if not self.seen.is_elsewhere(rank):
                 replicas[f"replica {place.replica}"].append(rank)
         found = {}
         for what, ranks in (*((what, ranks) for what, ranks in nodes.items() if len(ranks) > 1), *replicas.items()):
@@ -390,11 +390,11 @@ class Search:
         return found
 
     def _is_lost(self, rank: int) -> bool:
-        said = self.look.ranks.get(rank)
+        said = self.seen.ranks.get(rank)
         return said is None or said.process == DEAD
 
     def _place(self, rank: int) -> str:
-        said = self.look.ranks.get(rank)
+        said = self.seen.ranks.get(rank)
         return "unknown" if said is None else place_of(said)
 
     def _who_waits(self, cause: Cause) -> list[str]:
@@ -471,12 +471,12 @@ def _classes(members: Mapping[int, Operation]) -> list[list[int]]:
     return classes
 
 
-def _unusual(look: Look) -> dict[int, Departure]:
+def _unusual(seen: Inspection) -> dict[int, Departure]:
     """Return the departures of ranks, without those that most members of a group have in common."""
-    found = {rank: said.departure for rank, said in look.ranks.items() if said.departure is not None}
+    found = {rank: said.departure for rank, said in seen.ranks.items() if said.departure is not None}
     usual: set[int] = set()
-    for group in look.groups.values() if found else ():
-        members = [rank for rank in group if rank in look.ranks]
+    for group in seen.groups.values() if found else ():
+        members = [rank for rank in group if rank in seen.ranks]
         departed = [rank for rank in members if rank in found]
         if len(members) > 2 and 2 * len(departed) > len(members):
             usual.update(departed)
@@ -493,13 +493,13 @@ def _around(follow: Mapping[int, int], start: int) -> list[int]:
     return [*path, start]
 
 
-# --- several looks ----------------------------------------------------------------------------------------------------
+# --- several inspections ----------------------------------------------------------------------------------------------
 
 
 _SHARE = 0.5
-"""Share of the looks in which a slow rank is the one that others wait for."""
+"""Share of the inspections in which a slow rank is the one that others wait for."""
 _LEAD = 1.5
-"""Factor by which its number of looks exceeds that of any other rank."""
+"""Factor by which its number of inspections exceeds that of any other rank."""
 
 
 _FAR = 3.0
@@ -507,25 +507,25 @@ _FAR = 3.0
 _AT_WORK = 0.5
 """A replica does not hang if its newest operation is younger than this share of that of a replica that does."""
 _TELLING = 3
-"""Number of looks from which on a slow rank can be told from one that happens to compute."""
+"""Number of inspections from which on a slow rank can be told from one that happens to compute."""
 
 
-def over_time(looks: Sequence[Look]) -> Diagnosis:
-    """Return the causes over several looks, in the order in which they were taken; a single one is allowed."""
-    if looks[-1].places:
-        return _over_replicas(looks)
-    if len(looks) == 1 or not moves(looks[0], looks[-1]):
-        return diagnose(looks[-1])
-    return _slowing(looks)
+def over_time(inspections: Sequence[Inspection]) -> Diagnosis:
+    """Return the causes over several inspections, in the order in which they were taken; a single one is allowed."""
+    if inspections[-1].places:
+        return _over_replicas(inspections)
+    if len(inspections) == 1 or not moves(inspections[0], inspections[-1]):
+        return diagnose(inspections[-1])
+    return _slowing(inspections)
 
 
-def moves(before: Look, after: Look) -> bool:
-    """Return whether any rank has made progress between two looks."""
+def moves(before: Inspection, after: Inspection) -> bool:
+    """Return whether any rank has made progress between two inspections."""
     return any(has_moved(before.ranks.get(rank), said) for rank, said in after.ranks.items())
 
 
 def has_moved(before: Rank | None, after: Rank) -> bool:
-    """Return whether a rank has made progress between two looks at it."""
+    """Return whether a rank has made progress between two inspections of it."""
     if before is None or not before.answers or not after.answers:
         return False
     return (before.step, before.counts) != (after.step, after.counts)
@@ -534,73 +534,74 @@ def has_moved(before: Rank | None, after: Rank) -> bool:
 # --- replicas --------------------------------------------------------------------------------------------------------
 
 
-def _over_replicas(looks: Sequence[Look]) -> Diagnosis:
-    """Return the causes in replicas that do not move. If all move and there are enough looks, who slows them down."""
-    first, last = looks[0], looks[-1]
+def _over_replicas(inspections: Sequence[Inspection]) -> Diagnosis:
+    """Return the causes in replicas that do not move. If all move and there are enough inspections, who slows them
+    down."""
+    first, last = inspections[0], inspections[-1]
     moving = moving_between(first, last) | (at_work(last) if last.home is None else set())
     ranks = {rank: replace(said, moves=_is_part_of(last, said, moving)) for rank, said in last.ranks.items()}
     search = Search(replace(last, ranks=ranks))
     causes = search.causes
-    if last.takers and len(looks) == 1:
+    if last.takers and len(inspections) == 1:
         concerned = {rank for rank, place in last.places.items() if place.replica in last.takers}
         awaited = concerned | search.graph.reached(concerned)
         causes = [one for one in causes if not (awaited.isdisjoint(one.guilty) and concerned.isdisjoint(one.delayed))]
     found = search.diagnosis(causes)
-    if not found.causes and moving and len(looks) >= _TELLING:
-        found = _slowing(looks)
+    if not found.causes and moving and len(inspections) >= _TELLING:
+        found = _slowing(inspections)
     return replace(found, moving=tuple(sorted(moving)))
 
 
-def _is_part_of(look: Look, said: Rank, moving: set[int]) -> bool:
+def _is_part_of(seen: Inspection, said: Rank, moving: set[int]) -> bool:
     """Return whether a rank is in one of the replicas that make progress, and its process runs.
 
     A process that has ended or is stopped is at fault even if the other ranks of its replica still make progress.
     """
-    place = look.places.get(said.rank)
+    place = seen.places.get(said.rank)
     return place is not None and place.replica in moving and said.process == RUNNING
 
 
-def moving_between(before: Look, after: Look) -> set[int]:
-    """Return the replicas of which a rank has made progress between two looks."""
+def moving_between(before: Inspection, after: Inspection) -> set[int]:
+    """Return the replicas of which a rank has made progress between two inspections."""
     ranks = (rank for rank, said in after.ranks.items() if has_moved(before.ranks.get(rank), said))
     return {after.places[rank].replica for rank in ranks if rank in after.places}
 
 
-def at_work(look: Look) -> set[int]:
-    """Return the replicas that do not hang as far as a single look tells: their newest operation is younger than a step
-    takes, or much younger than that of a replica in which a limit has passed.
+def at_work(seen: Inspection) -> set[int]:
+    """Return the replicas that do not hang as far as a single inspection tells: their newest operation is younger than
+    a step takes, or much younger than that of a replica in which a limit has passed.
     """
     newest: dict[int, float] = {}
     step_s: dict[int, float] = defaultdict(float)
-    for rank, place in look.places.items():
-        said = look.ranks.get(rank)
+    for rank, place in seen.places.items():
+        said = seen.ranks.get(rank)
         ages = [one.age_s for one in said.operations if one.age_s is not None] if said is not None else []
         if said is not None and ages:
             newest[place.replica] = min(*ages, newest.get(place.replica, float("inf")))
             step_s[place.replica] = max(step_s[place.replica], said.step_s or 0.0)
-    least_s = _AT_WORK * max((age_s for replica, age_s in newest.items() if replica in look.takers), default=0.0)
+    least_s = _AT_WORK * max((age_s for replica, age_s in newest.items() if replica in seen.takers), default=0.0)
     found = {replica for replica, age_s in newest.items() if age_s < max(least_s, step_s[replica])}
-    return found - look.takers
+    return found - seen.takers
 
 
 # --- slow ranks ------------------------------------------------------------------------------------------------------
 
 
-def _slowing(looks: Sequence[Look]) -> Diagnosis:
+def _slowing(inspections: Sequence[Inspection]) -> Diagnosis:
     """Return the rank or the connection that slows down a run that moves, if one stands out."""
-    searches = [Search(look) for look in looks]
+    searches = [Search(seen) for seen in inspections]
     waiting = tuple(searches[-1].graph.waits)
     found = [(search, cause) for search in searches for cause in search.causes]
     ranks = Counter(cause.rank for _, cause in found if cause.kind == BUSY)
     links = Counter(rank for _, cause in found if cause.kind == SLOW_LINK for rank in cause.ends)
-    slow = _outstanding(ranks, _SHARE * len(looks), _LEAD)
+    slow = _outstanding(ranks, _SHARE * len(inspections), _LEAD)
     if slow is not None:
         causes = _told((search, cause) for search, cause in found if (cause.rank, cause.kind) == (slow, BUSY))
-        return Diagnosis((_slow(causes, SLOW_RANK, len(looks)),), waiting)
-    link = _outstanding(links, _SHARE * len(looks), 1.0)
+        return Diagnosis((_slow(causes, SLOW_RANK, len(inspections)),), waiting)
+    link = _outstanding(links, _SHARE * len(inspections), 1.0)
     if link is not None:
         causes = _told((search, cause) for search, cause in found if cause.kind == SLOW_LINK)
-        return Diagnosis((_slow_link(looks, links, causes, link),), waiting)
+        return Diagnosis((_slow_link(inspections, links, causes, link),), waiting)
     return Diagnosis((), waiting)
 
 
@@ -608,37 +609,37 @@ def _told(found: Iterable[tuple[Search, Cause]]) -> list[Cause]:
     return [told for search, cause in found for told in search.told([cause])]
 
 
-def _slow_link(looks: Sequence[Look], links: Counter[int], causes: Sequence[Cause], link: int) -> Cause:
+def _slow_link(inspections: Sequence[Inspection], links: Counter[int], causes: Sequence[Cause], link: int) -> Cause:
     """Return the cause that names the rank with the slow connection.
 
     Args:
-        links: rank -> number of looks in which it took part in operations that everybody had started.
-        causes: the slow connections found in these looks.
+        links: rank -> number of inspections in which it took part in operations that everybody had started.
+        causes: the slow connections found in these inspections.
         link: the first rank with the highest number.
     """
     alike = sorted(rank for rank, votes in links.items() if votes == links[link])
-    far, round_trips = _farthest(looks[-1], alike)
+    far, round_trips = _farthest(inspections[-1], alike)
     is_open = len(alike) > 1 and far is None
-    who, rank = Who(looks[-1]).title(alike), link if far is None else far
+    who, rank = Who(inspections[-1]).title(alike), link if far is None else far
     least = max((votes for votes in links.values() if votes < links[link]), default=0)
-    votes = f"{capitalised(who)} took part in the slow operations of {links[link]} looks, the others of"
+    votes = f"{capitalised(who)} took part in the slow operations of {links[link]} inspections, the others of"
     votes += f" {least} at most" + (": any of them may be slow." if is_open else ".")
-    found = _slow([replace(one, rank=rank) for one in causes if rank in one.ends], SLOW_LINK, len(looks))
-    # what else is known from one look is about the rank that was named there
+    found = _slow([replace(one, rank=rank) for one in causes if rank in one.ends], SLOW_LINK, len(inspections))
+    # what else is known from one inspection is about the rank that was named there
     evidence = (*found.evidence[:2], votes, *round_trips)
     return replace(found, ends=tuple(alike) if is_open else found.ends, evidence=evidence)
 
 
-def _farthest(look: Look, ranks: Collection[int]) -> tuple[int | None, tuple[str, ...]]:
+def _farthest(seen: Inspection, ranks: Collection[int]) -> tuple[int | None, tuple[str, ...]]:
     """Return, of several ranks, the one to whose host packets take much longer than to the others, and a sentence that
     says so; None if there is none."""
-    known = {rank: said.round_trip_s for rank in ranks if (said := look.ranks.get(rank)) and said.round_trip_s}
+    known = {rank: said.round_trip_s for rank in ranks if (said := seen.ranks.get(rank)) and said.round_trip_s}
     if len(known) < 2 or len(known) < len(ranks):
         return None, ()
     *_, second, first = sorted(known, key=lambda rank: known[rank])
     if known[first] < _FAR * known[second]:
         return None, ()
-    who, other = Who(look).one(first), Who(look).one(second)
+    who, other = Who(seen).one(first), Who(seen).one(second)
     took = f"{1e3 * known[first]:.3g} ms at least; to and from that of {other}, {1e3 * known[second]:.3g} ms"
     return first, (f"Packets to and from the host of {who} take {took}.",)
 
@@ -657,5 +658,5 @@ def _slow(causes: list[Cause], kind: str, number: int) -> Cause:
     where = Counter(cause.where for cause in causes).most_common(1)[0][0]
     one = next(cause for cause in causes if cause.where == where)
     delayed = tuple(sorted({rank for cause in causes for rank in cause.delayed} - {one.rank}))
-    why = f"In {len(causes)} of {number} looks the others waited for it, and the run moved on in between."
+    why = f"In {len(causes)} of {number} inspections the others waited for it, and the run moved on in between."
     return replace(one, kind=kind, where=where, evidence=(why, *one.evidence), delayed=delayed)

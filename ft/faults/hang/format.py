@@ -7,8 +7,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from ft.faults.hang import look as looks
-from ft.faults.hang.look import SEND, SERVER, Departure, Look, Operation, Rank, Thread
+from ft.faults.hang import inspection as kinds
+from ft.faults.hang.inspection import SEND, SERVER, Departure, Inspection, Operation, Rank, Thread
 from ft.show.text import spans
 
 DATA, STORAGE, LOCK, KERNEL, COMMUNICATION, USER = (
@@ -81,10 +81,10 @@ THE_SERVER = "the quorum server"
 
 
 class Who:
-    """The names of the ranks of one look."""
+    """The names of the ranks of one inspection."""
 
-    def __init__(self, look: Look):
-        self._places, self._home = look.places, look.home
+    def __init__(self, seen: Inspection):
+        self._places, self._home = seen.places, seen.home
 
     def one(self, rank: int) -> str:
         """Return the name of a rank."""
@@ -158,10 +158,10 @@ def of_departure(departed: Departure) -> str:
     """Return how a rank's present step departs from its step before."""
     due, found = departed.expected, departed.found
     how = {
-        looks.SKIPPED: f"left out {_operation_name(due)}, and started {_operation_name(found)}",
-        looks.SWAPPED: f"took {_operation_name(found)} before {_operation_name(due)}",
-        looks.ADDED: f"started {_operation_name(found)}, which no step before had there",
-        looks.CHANGED: f"changed {_operation_name(due)} from {_sizes_of(due)} to {_sizes_of(found)}",
+        kinds.SKIPPED: f"left out {_operation_name(due)}, and started {_operation_name(found)}",
+        kinds.SWAPPED: f"took {_operation_name(found)} before {_operation_name(due)}",
+        kinds.ADDED: f"started {_operation_name(found)}, which no step before had there",
+        kinds.CHANGED: f"changed {_operation_name(due)} from {_sizes_of(due)} to {_sizes_of(found)}",
     }[departed.kind]
     return f"compared with its step before, it {how}"
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: the wait-for graph of a look (FT-HSDP, section 2.3).
+"""Who waits for whom: the wait-for graph of an inspection (FT-HSDP, section 2.3).
 
 A rank in a collective operation waits for all members that have not started it. A rank that receives waits for the
 sender until it has sent as many messages, and a rank that sends waits for the receiver until it has posted as many
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ft.faults.hang.look import RECV, RUNNING, SEND, Look, Operation, Rank, channel
+from ft.faults.hang.inspection import RECV, RUNNING, SEND, Inspection, Operation, Rank, channel
 
 ABSENT, UNKNOWN, DIFFERENT = "has not started it", "does not answer", "has started another operation"
 ELSEWHERE = "is in a replica that was not asked"
@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
 
 class Graph:
-    """The wait-for graph of a look.
+    """The wait-for graph of an inspection.
 
     Attributes:
         waits: the edges, by the first waiting rank and then in the order of its operations.
@@ -59,9 +59,9 @@ class Graph:
         awaited: rank -> the waits that are for it, in the order of ``waits``; only ranks that others wait for.
     """
 
-    def __init__(self, look: Look):
-        self._look = look
-        self.pending = {rank: said.pending for rank, said in sorted(look.ranks.items())}
+    def __init__(self, seen: Inspection):
+        self._seen = seen
+        self.pending = {rank: said.pending for rank, said in sorted(seen.ranks.items())}
         self._started = self._collectives()
         self.waits: list[Wait] = []
         self.of: dict[int, list[tuple[Wait, Operation]]] = {}
@@ -89,7 +89,7 @@ class Graph:
         found: dict[tuple[str, int], dict[int, Operation]] = {
             (one.group, one.sequence): {} for pending in self.pending.values() for one in pending if one.peer is None
         }
-        for rank, said in self._look.ranks.items():
+        for rank, said in self._seen.ranks.items():
             for one in said.operations:
                 if one.peer is None and (started := found.get((one.group, one.sequence))) is not None:
                     started.setdefault(rank, one)
@@ -100,8 +100,8 @@ class Graph:
         found = {rank: operation}
         if operation.peer is None:
             started = self._started[operation.group, operation.sequence]
-            found |= {one: started[one] for one in partners(self._look, rank, operation) if one in started}
-        elif (said := self._look.ranks.get(operation.peer)) is not None:
+            found |= {one: started[one] for one in partners(self._seen, rank, operation) if one in started}
+        elif (said := self._seen.ranks.get(operation.peer)) is not None:
             same = said.operation(counterpart(rank, operation), operation.sequence)
             found |= {operation.peer: same} if same is not None else {}
         return found
@@ -126,10 +126,10 @@ class Graph:
         key, meeting = counterpart(rank, operation), (operation.group, operation.sequence)
         is_message = operation.peer is not None
         differ = not is_message and len(self._forms[meeting]) > _MOST_FORMS
-        for other in (operation.peer,) if is_message else self._look.groups.get(operation.group, ()):
-            said = self._look.ranks.get(other)
+        for other in (operation.peer,) if is_message else self._seen.groups.get(operation.group, ()):
+            said = self._seen.ranks.get(other)
             if said is None:
-                found[ELSEWHERE if self._look.is_elsewhere(other) else UNKNOWN].append(other)
+                found[ELSEWHERE if self._seen.is_elsewhere(other) else UNKNOWN].append(other)
             elif not said.moves:
                 same = said.operation(key, operation.sequence) if is_message else self._started[meeting].get(other)
                 if why := _why(said, key, operation, same, differ):
@@ -187,11 +187,11 @@ def _why(other: Rank, key: str, operation: Operation, same: Operation | None, di
     return ""
 
 
-def partners(look: Look, rank: int, operation: Operation) -> list[int]:
+def partners(seen: Inspection, rank: int, operation: Operation) -> list[int]:
     """Return the other ranks that take part in an operation of ``rank``."""
     if operation.peer is not None:
         return [operation.peer]
-    return [member for member in look.groups.get(operation.group, ()) if member != rank]
+    return [member for member in seen.groups.get(operation.group, ()) if member != rank]
 
 
 def counterpart(rank: int, operation: Operation) -> str:

@@ -39,8 +39,8 @@ from ft.job.messages import (
     EndWanted,
     Finish,
     GivenUp,
+    Inspect,
     Kill,
-    Look,
     MasterChosen,
     NodeRefused,
     Notice,
@@ -239,7 +239,7 @@ class Agent:
         if self._joined and self._workforce.is_guarded:
             self.console.say(self._joined)
             self._joined = ""
-        self._workforce.looks.poll()
+        self._workforce.inspections.poll()
         self._recoveries.poll()
         self._room.poll()
         self.console.poll()
@@ -312,8 +312,8 @@ class Agent:
                     if seat.node == self._node:
                         self._devices.take(seat.worker, seat.local_rank)
                 self._seat({rank: seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
-            case Look():
-                self._workforce.look(what)
+            case Inspect():
+                self._workforce.inspect(what)
             case Kill():
                 ranks = {name: rank for rank, name in self._seats.items()}
                 self._workforce.kill_hung(what.worker, ranks.get(what.worker))
@@ -537,7 +537,7 @@ class Agent:
         self._control.close()
         self._supervisor.close()
         self._worker_listener.close()
-        self._workforce.looks.close()
+        self._workforce.inspections.close()
         self._room.close()
         self._recoveries.close()
         if self._has_crashed:

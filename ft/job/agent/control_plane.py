@@ -216,7 +216,7 @@ _PREPARE_S = 20.0
 
 
 _WATCH_S = 0.1
-"""Longest time between two looks at the control plane that the agent intends, in seconds."""
+"""Longest time between two calls of ``look`` that the agent intends, in seconds."""
 _RETRY_S = 1.0
 """Pause in seconds before the start of a control plane is tried again that was not possible."""
 

@@ -1,8 +1,8 @@
 """The devices (GPUs) of a node, as its agent sees them: how many there are, who uses them, and whether they are sound.
 
 A device is looked at before the first worker starts, and whenever a worker that used it has ended: its memory has to be
-free again, and no fault may have been recorded, before another worker gets it. The looks happen in threads, because the
-driver may take seconds to answer, or hang.
+free again, and no fault may have been recorded, before another worker gets it. The checks happen in threads, because
+the driver may take seconds to answer, or hang.
 
 ``ft run --suspects FILE`` leaves out devices that computed wrongly in earlier runs. Where devices are not counted (on a
 CPU, or where workers share GPUs), nobody knows which device a worker uses, and a node with a suspect is left out as a
@@ -85,7 +85,7 @@ def left_out(path: str | Path, workers: int, trains: bool, count: int, environme
 
 FREE_S = 20.0
 """Seconds that the memory of an ended worker's device has to come free; less than ``Timeouts.device_s``."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _LEAST_SLACK, _SLACK = 1 << 30, 0.02
 """The memory counts as free again if no more than before the first worker is in use, apart from 1 GiB or 2 %."""
 
@@ -170,12 +170,12 @@ class Devices:
         arguments = (worker, node, device)
         try:
             threads.start(self._look_until_free, arguments, "ft-devices")
-        except OSError:  # one look in this thread has to do
+        except OSError:  # one check in this thread has to do
             self._reports.append(DeviceReleased(worker, node, device, self._look(device)[0]))
             self._wake()
 
     def reports(self) -> list[DeviceReleased]:
-        """Return the results of the looks that have ended since the last call."""
+        """Return the results of the checks that have ended since the last call."""
         done = [self._reports.popleft() for _ in range(len(self._reports))]
         for report in done:
             self._looking.discard(report.worker)
@@ -209,7 +209,7 @@ class Devices:
             problem, is_free = self._look(device)
             if problem or is_free or time.monotonic() > deadline:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if not problem and not is_free:
             problem = f"its memory was not free {self._free_s:g} s after its worker {worker} had ended"
         self._reports.append(DeviceReleased(worker, node, device, problem))

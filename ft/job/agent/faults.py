@@ -12,7 +12,7 @@ from ft.faults import Fault
 from ft.faults.agent import AgentInjector
 from ft.job.messages import Beat, Observed, Open
 
-_WRITTEN_S, _LOOK_S = 20.0, 0.01
+_WRITTEN_S, _POLL_S = 20.0, 0.01
 
 
 class AgentFaults(AgentInjector):
@@ -63,4 +63,4 @@ class AgentFaults(AgentInjector):
             for event in reversed(events.read(self._events)):
                 if event.name == events.FAULT_INJECTED and event.detail.get("number") == number:
                     return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

@@ -23,7 +23,7 @@ from ft.platform.health.reader import Reader
 HEALTH_ROOT = "FT_HEALTH_ROOT"
 """Environment variable: a folder whose /sys, /proc and /dev are read instead of this node's, for drills and tests."""
 PERIOD_S, NEWS_S = 30.0, 1.0
-"""Seconds between two readings, and between two looks at the events alone."""
+"""Seconds between two readings, and between two readings of the events alone."""
 STUCK_S = 60.0
 """Seconds after which a reading that has not ended is a finding itself."""
 AGAIN_S = 600.0
@@ -63,7 +63,7 @@ class HealthWatch:
         mode: "off", "watch" or "drain".
         reader: function that makes the reader, called in the thread.
         period_s: seconds between two readings.
-        news_s: seconds between two looks at the events alone.
+        news_s: seconds between two readings of the events alone.
     """
 
     def __init__(

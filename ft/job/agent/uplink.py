@@ -35,8 +35,8 @@ from ft.platform.processes import OwnPauses
 
 _RECORD_S = 2.0
 """Seconds for which ``record`` waits until its report was sent."""
-_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.4
-"""First and longest pause between two looks for the published address, in seconds."""
+_POLL_S, _LONGEST_POLL_S = 0.05, 0.4
+"""First and longest pause between two searches for the published address, in seconds."""
 _FIRST_TRY_S, _LAST_TRY_S = 0.02, 1.0
 """First and longest pause between two attempts to connect, in seconds."""
 _TOKEN_S = 600.0
@@ -276,7 +276,7 @@ class _Session:
 
         While nothing is published, the fallback address is returned after ``_UNSHARED_S`` seconds.
         """
-        unshared, pause_s = time.monotonic() + _UNSHARED_S, _LOOK_S
+        unshared, pause_s = time.monotonic() + _UNSHARED_S, _POLL_S
         while not self._ended:
             lease = election.read(self._run_dir)
             if lease is not None and lease.life >= self._life and lease.where:
@@ -284,7 +284,7 @@ class _Session:
             if lease is None and self._endpoint and time.monotonic() >= unshared:
                 return election.LeaseRecord(0, self._life, self._endpoint, "", 0)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return None
 
     def _settle(self, taken: int) -> None:
@@ -365,7 +365,7 @@ def find_token(run_dir: Path, endpoint: str, node_rank: int, patience_s: float) 
 
 def _refresh(run_dir: Path, node_rank: int) -> None:
     """Change the directory: a network file system then looks up its content again instead of remembering it."""
-    mark = run_dir / f".look.{node_rank}"
+    mark = run_dir / f".poll.{node_rank}"
     with contextlib.suppress(OSError):
         mark.touch()
         mark.unlink()

@@ -15,16 +15,16 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.job.agent import environment
+from ft.job.agent.inspections import Inspections
 from ft.job.agent.link import socket_address
-from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
     SNAPSHOT_MEMORY,
     Beat,
     Inherit,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
     StepTimes,
     WorkerDone,
     WorkerExited,
@@ -124,7 +124,7 @@ class Workforce:
         self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
         self.estates = Estates()
-        self.looks = Looks(place.options.run_dir, place.node, post)
+        self.inspections = Inspections(place.options.run_dir, place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
         have reached their peers, because no worker commits a step before.
@@ -135,7 +135,7 @@ class Workforce:
     def settle(self, place: environment.NodeContext) -> None:
         """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
-        self.looks = Looks(place.options.run_dir, place.node, self._post)
+        self.inspections = Inspections(place.options.run_dir, place.node, self._post)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class Workforce:
     def kill_hung(self, name: str, rank: int | None = None) -> None:
         """Kill a worker on the control plane's order. The snapshots of the holder of a logical rank are kept.
 
-        Before, the others' answers to a look are awaited: the recovery that follows ends what they wait for. If the
-        worker can still run, it first writes the stacks of its threads into its log (on SIGUSR1).
+        Before, the others' answers to an inspection are awaited: the recovery that follows ends what they wait for. If
+        the worker can still run, it first writes the stacks of its threads into its log (on SIGUSR1).
         """
         self._await_answers()
         worker = self.workers.get(name)
@@ -247,13 +247,13 @@ class Workforce:
         self.kill(name)
 
     def _await_answers(self) -> None:
-        """Wait for the workers' answers to a look, at most ``_ANSWER_S`` seconds, and store them."""
+        """Wait for the workers' answers to an inspection, at most ``_ANSWER_S`` seconds, and store them."""
         deadline = time.monotonic() + _ANSWER_S
-        while not self.looks.is_complete and time.monotonic() < deadline:
+        while not self.inspections.is_complete and time.monotonic() < deadline:
             for worker in list(self.workers.values()):
                 self.hear(worker)
             time.sleep(_TICK_S)
-        self.looks.finish()
+        self.inspections.finish()
 
     def drop_unborn(self) -> None:
         """Remove the workers that the pool has not started yet, at the end of the run.
@@ -335,11 +335,11 @@ class Workforce:
             if worker.attached and worker.channel is not None:
                 worker.channel.send(line)
 
-    def look(self, order: Look) -> None:
+    def inspect(self, order: Inspect) -> None:
         """Ask all workers what they are doing, and store their answers."""
         pids = {name: worker.pid for name, worker in self.workers.items()}
         handlers = {name: worker.stacks for name, worker in self.workers.items() if worker.stacks is not None}
-        self.looks.begins(order, pids, handlers)
+        self.inspections.begins(order, pids, handlers)
         self.tell(order)
 
     def flush(self) -> None:
@@ -408,8 +408,8 @@ class Workforce:
             worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
             self._note_progress(worker, report.step)
             return
-        if isinstance(report, Looked):
-            self.looks.heard(report)
+        if isinstance(report, Inspected):
+            self.inspections.heard(report)
             return
         if isinstance(report, StepTimes):
             self._step_times.append(report)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import arrivals, deadlines, devices, epochs, failures, looks, run_ends, start_checks, stragglers
+from ft.job.control import arrivals, deadlines, devices, epochs, failures, run_ends, start_checks, stragglers
+from ft.job.control.inspections import judged, taken, wanted
 from ft.job.control.state import ENDED, ControlState, Decisions, RecordedDecision
 
 
@@ -60,9 +61,9 @@ _HANDLERS: dict[type, Callable[[ControlState, float, Any, Decisions], None]] = {
     m.Observed: arrivals.observed,
     m.PaceJudged: stragglers.pace_judged,
     m.MasterChosen: arrivals.master_chosen,
-    m.LookWanted: looks.wanted,
-    m.LookTaken: looks.taken,
-    m.HangJudged: looks.judged,
+    m.InspectionWanted: wanted,
+    m.InspectionAnswered: taken,
+    m.HangJudged: judged,
     m.PeerUnreached: start_checks.peer_unreached,
     m.NodeRefused: start_checks.node_refused,
     m.ControlBack: arrivals.control_back,

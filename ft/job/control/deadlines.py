@@ -9,7 +9,7 @@ from dataclasses import replace
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
 from ft.job import messages as m
-from ft.job.control import devices, epochs, liveness, looks, start_checks
+from ft.job.control import devices, epochs, inspections, liveness, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.failures import WorkerFault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
@@ -157,7 +157,7 @@ def _late(
     if not late:
         return
     action = RETRY if together and 2 * len(late) > len(state.seats) else verdict.REPLACE
-    looks.order(state, now, f"{late[0].name}: {what}", out)
+    inspections.order(state, now, f"{late[0].name}: {what}", out)
     found = verdict.of_lateness(what, limit_s, action)
     react(state, now, [WorkerFault(worker, found) for worker in late], out)
 
@@ -171,7 +171,7 @@ def _suspicions(state: ControlState, now: float, out: Decisions) -> None:
         return
     worker = max((state.workers[n] for n in state.suspicions), key=lambda w: _retries(state, now, w))
     said = state.suspicions[worker.name].said
-    looks.order(state, now, f"{worker.name} lost a connection of group {said.group}", out)
+    inspections.order(state, now, f"{worker.name} lost a connection of group {said.group}", out)
     out.add(f"nobody has died within {state.options.timeouts.suspicion_s:g} s of the lost connection of {name}")
     react(state, now, [WorkerFault(worker, verdict.of_suspicion(said.group, said.message))], out)
 
@@ -188,10 +188,10 @@ def _retries(state: ControlState, now: float, worker: Worker) -> int:
 def _stalls(state: ControlState, now: float, out: Decisions) -> None:
     """React to workers that make no progress although they send heartbeats.
 
-    Workers that do not communicate while others wait for them are at fault (a stall), unless a look shows that they
-    wait, too. If all workers wait in communication (a standstill), every worker retries: what they wait for can go on
-    in place, and a worker that hangs does not leave the closed epoch, and is replaced for that. A worker is not judged
-    while its agent is silent: its progress cannot be reported.
+    Workers that do not communicate while others wait for them are at fault (a stall), unless an inspection shows that
+    they wait, too. If all workers wait in communication (a standstill), every worker retries: what they wait for can go
+    on in place, and a worker that hangs does not leave the closed epoch, and is replaced for that. A worker is not
+    judged while its agent is silent: its progress cannot be reported.
     """
     contact_s = state.options.timeouts.contact_s
     if any(devices.is_silent(state.agents[worker.node], now, contact_s) for worker in state.seated()):
@@ -205,11 +205,13 @@ def _stalls(state: ControlState, now: float, out: Decisions) -> None:
         _look_ahead(state, now, views, timeouts, out)
         return
     one = culprits[0]
-    looks.order(state, now, f"{one.worker} in {one.where} for {one.since_s:.1f} s (limit {one.limit_s:.1f} s)", out)
-    if looks.is_awaited(state, now):
+    inspections.order(
+        state, now, f"{one.worker} in {one.where} for {one.since_s:.1f} s (limit {one.limit_s:.1f} s)", out
+    )
+    if inspections.is_awaited(state, now):
         return
-    found = looks.finding(state)
-    guilty = [c for c in stalled or endless if not looks.waits(found, state.workers[c.worker].rank)]
+    found = inspections.finding(state)
+    guilty = [c for c in stalled or endless if not inspections.waits(found, state.workers[c.worker].rank)]
     workers = [state.workers[c.worker] for c in guilty]
     if guilty and stalled:
         verdicts = [verdict.of_stall(c.where, c.since_s, c.limit_s) for c in guilty]
@@ -236,18 +238,19 @@ def _have_all_begun(state: ControlState, views: dict[str, WorkerView]) -> bool:
 
 
 def _is_at_work(state: ControlState, views: dict[str, WorkerView]) -> bool:
-    """Return whether a worker that the look names as busy also computes according to its heartbeats. The limit on the
-    duration of its step then applies to it.
+    """Return whether a worker that the inspection names as busy also computes according to its heartbeats. The limit on
+    the duration of its step then applies to it.
     """
-    named = [views.get(state.seats.get(rank, "")) for rank in looks.at_work(looks.finding(state))]
+    named = [views.get(state.seats.get(rank, "")) for rank in inspections.at_work(inspections.finding(state))]
     return any(view is not None and not view.waits(state.options.timeouts) for view in named)
 
 
 def _all_wait(
     state: ControlState, now: float, views: dict[str, WorkerView], culprits: list[Culprit], out: Decisions
 ) -> None:
-    """Let all workers try again in place, because they all wait; the fault is that of the rank that the look names."""
-    found = looks.finding(state)
+    """Let all workers try again in place, because they all wait; the fault is that of the rank that the inspection
+    names."""
+    found = inspections.finding(state)
     causes = found.causes if found is not None else []
     named = [(state.seats[rank], cause.why) for cause in causes for rank in cause.ranks if rank in state.seats]
     name, why = next((one for one in named if one[0] in views), (culprits[0].worker, ""))
@@ -258,12 +261,13 @@ def _all_wait(
 def _look_ahead(
     state: ControlState, now: float, views: dict[str, WorkerView], timeouts: Timeouts, out: Decisions
 ) -> None:
-    """Order a look at all workers if a limit is about to pass, while those that hang can still say where they are."""
-    later = {name: replace(view, age_s=view.age_s + looks.LEAD_S) for name, view in views.items()}
+    """Order an inspection of all workers if a limit is about to pass, while those that hang can still say where they
+    are."""
+    later = {name: replace(view, age_s=view.age_s + inspections.LEAD_S) for name, view in views.items()}
     for kind in (liveness.stalled, liveness.at_a_standstill, liveness.endless):
         if culprits := kind(later, timeouts):
             one = culprits[0]
-            looks.order(state, now, f"{one.worker} in {one.where} for {one.since_s:.1f} s", out)
+            inspections.order(state, now, f"{one.worker} in {one.where} for {one.since_s:.1f} s", out)
             return
 
 

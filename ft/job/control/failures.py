@@ -9,7 +9,7 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, TRANSIENT, Verdict
 from ft.job import messages as m
-from ft.job.control import devices, epochs, history, looks
+from ft.job.control import devices, epochs, history, inspections
 from ft.job.control import run_ends as ends
 from ft.job.control.state import (
     CLOSED,
@@ -60,7 +60,7 @@ def worker_silent(state: ControlState, now: float, report: m.WorkerSilent, out: 
         out.add(f"ignored: {report.worker} is known to be gone")
         return
     if worker.rank is not None:
-        looks.order(state, now, f"{worker.name} sends no heartbeats", out)
+        inspections.order(state, now, f"{worker.name} sends no heartbeats", out)
     react(state, now, [WorkerFault(worker, verdict.of_silence(report.silent_s, report.state))], out)
 
 

@@ -23,18 +23,18 @@ from ft.base.events import Note
 from ft.job.control import stragglers
 from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
+from ft.job.control.inspections import Answers
 from ft.job.control.journal import Journal, JournalContent, lives, recall
-from ft.job.control.looks import Answers
 from ft.job.control.state import ENDED, ControlOptions, ControlStart, ControlState, Worker
 from ft.job.control.stragglers import PaceBook
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes
+from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, InspectionAnswered, InspectionWanted, StepTimes
 from ft.net.codec import from_json
 from ft.net.store import lone_tcp_store
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
 from ft.platform.processes import OwnPauses
-from ft.record import looks
+from ft.record import inspections
 from ft.record.metrics import STEP_TIMES
 
 _A_MAJORITY = 3
@@ -82,7 +82,8 @@ def status_values(state: ControlState) -> dict[str, Any]:
     ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
     all peers hold and the committed step, of the worker for which it is largest; None without snapshots. ``protected``:
     whether any worker has ever trained under hot-swap protection. ``limits``: the timeouts that are not the defaults.
-    ``look``: [number of the last look at all workers, why it was taken], the latter "" if somebody has asked for it.
+    ``inspection``: [number of the last inspection of all workers, why it was taken], the latter "" if somebody has
+        asked for it.
     ``stragglers``: logical rank -> its worker, for those that are persistently slower than others with the same work.
     """
     seated = state.seated()
@@ -104,7 +105,7 @@ def status_values(state: ControlState) -> dict[str, Any]:
             agent.node: agent.gone or (f"suspect: {agent.suspect}" if agent.suspect else "up")
             for agent in sorted(state.agents.values(), key=lambda a: a.joined.node_rank)
         },
-        "look": [state.looks, state.look_why],
+        "inspection": [state.inspections, state.inspection_why],
         "last_recovery": dict(state.last_recovery) or None,
         "stragglers": {str(rank): asdict(slow) for rank, slow in sorted(stragglers.present(state).items())},
     }
@@ -213,8 +214,8 @@ class Sidecar:
             self._take(Posted(self._standing.node, 0, back))
 
     def _without_answer(self, posted: Posted | None) -> Posted | None:
-        """Return the message without a node's answer to a look, and keep that answer."""
-        if posted is None or not isinstance(posted.report, LookTaken):
+        """Return the message without a node's answer to an inspection, and keep that answer."""
+        if posted is None or not isinstance(posted.report, InspectionAnswered):
             return posted
         self._answers.take(self._state, posted.report)
         return replace(posted, report=replace(posted.report, said={}))
@@ -244,19 +245,19 @@ class Sidecar:
             self._ended_at = now
         if any(decision.orders for decision in decisions) or now - self._status_at >= _STATUS_S:
             self._status_at = now
-            self._look_if_wanted()
+            self._inspect_if_wanted()
             with contextlib.suppress(OSError):
                 files.replace(self._folder / "status.json", json.dumps(status_values(state)))
 
-    def _look_if_wanted(self) -> None:
-        """Order a look at all workers if a person has asked for one, with a file in the run's folder."""
-        path = looks.wanted(self._folder)
+    def _inspect_if_wanted(self) -> None:
+        """Order an inspection of all workers if a person has asked for one, with a file in the run's folder."""
+        path = inspections.wanted(self._folder)
         try:
             why = path.read_text()[:200]
             path.unlink()
         except (OSError, UnicodeDecodeError):
             return
-        self._take(Posted(self._standing.node, 0, LookWanted(why or "asked for")))
+        self._take(Posted(self._standing.node, 0, InspectionWanted(why or "asked for")))
 
     def _write_events(self, wall: float, monotonic: float, notes: list[Note]) -> None:
         for note in notes:

@@ -55,7 +55,7 @@ def settings_differ(agent: m.AgentJoined, other: m.AgentJoined) -> list[str]:
 def paths_differ(earlier: m.AgentJoined, later: m.AgentJoined) -> list[str]:
     """Return a sentence for each path of the command line that only one of two nodes has, with what to do.
 
-    A folder that the run itself creates may come to be between the two looks; so it only counts if the agent that
+    A folder that the run itself creates may come to be between the two checks; so it only counts if the agent that
     joined later does not see it.
     """
     found = []

@@ -338,11 +338,11 @@ class ControlState:
         recovery: the recovery in progress, or None.
         returns: the last rollbacks, all to the same step and without any new failure in between.
         last_recovery: the last recovery, for the status file.
-        looks: number of looks at all workers that were ordered (``ft.job.control.looks``).
-        looked_at: time of the last one.
-        looked_in: the epoch in which it was taken.
-        look_why: why it was taken, "" if somebody has asked for it.
-        judged: what a look says of a hang, the last one of which that is known.
+        inspections: number of inspections of all workers that were ordered (``ft.job.control.inspections``).
+        inspected_at: time of the last one.
+        inspected_in: the epoch in which it was taken.
+        inspection_why: why it was taken, "" if somebody has asked for it.
+        judged: what an inspection says of a hang, the last one of which that is known.
         stragglers: logical rank -> the last report that its worker is persistently slower than others with the same
             work.
         evict_factor: a straggler is replaced if its own work takes this many times as long as that of the others; None:
@@ -388,10 +388,10 @@ class ControlState:
     recovery: RecoveryInProgress | None = None
     returns: list[Return] = field(default_factory=list)
     last_recovery: dict[str, str | int | float] = field(default_factory=dict)
-    looks: int = 0
-    looked_at: float = -1e9
-    looked_in: int = -2
-    look_why: str = ""
+    inspections: int = 0
+    inspected_at: float = -1e9
+    inspected_in: int = -2
+    inspection_why: str = ""
     judged: HangJudged | None = None
     stragglers: dict[int, PaceJudged] = field(default_factory=dict)
     evict_factor: float | None = None

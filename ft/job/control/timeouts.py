@@ -48,7 +48,7 @@ class Timeouts:
         start_s: replaces stall_s until a worker's first step has ended: compilation, caches, first allocations.
         collective_s: if all workers wait in communication operations for so long, a connection is at fault, not a slow
             worker; + 3 steps.
-        look_s: so long a verdict on a hang waits for a look, in which all workers say what they wait for.
+        inspection_s: so long a verdict on a hang waits for an inspection, in which all workers say what they wait for.
         endless_s: a worker whose step has not ended after so long counts as hung, also if no other worker waits for it.
             Evaluations and checkpoint saves do not count; + 10 steps, and + start_s until a worker's first step has
             ended.
@@ -90,7 +90,7 @@ class Timeouts:
     stall_s: float = 10.0
     start_s: float = 300.0
     collective_s: float = 15.0
-    look_s: float = 3.0
+    inspection_s: float = 3.0
     endless_s: float = 600.0
     drain_s: float = 20.0
     launch_s: float = 15.0
@@ -167,8 +167,8 @@ _ORDER = (
     ("stuck_s", "away_s"),
     ("mute_s", "join_s"),
     ("stall_s", "collective_s"),
-    ("agent_beat_s", "look_s"),
-    ("look_s", "agent_lost_s"),
+    ("agent_beat_s", "inspection_s"),
+    ("inspection_s", "agent_lost_s"),
     ("agent_lost_s", "drain_s"),
     ("collective_s", "drain_s"),
     ("launch_s", "drain_s"),

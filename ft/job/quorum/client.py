@@ -298,7 +298,7 @@ class QuorumClient:
             self._link.send(_report_frame(report))
         return future
 
-    def look(self, within_s: float) -> QuestionState:
+    def inspect(self, within_s: float) -> QuestionState:
         """Return what is known of the present question; the server is asked whom it waits for, and has
         ``within_s`` seconds to answer.
         """
@@ -308,7 +308,7 @@ class QuorumClient:
             self._told.clear()
         if asked is None:
             return QuestionState(None, 0.0, last, self._link.silent_s)
-        self._link.send(pack({"kind": "look"}))
+        self._link.send(pack({"kind": "inspect"}))
         self._told.wait(within_s)
         view = QuestionState(asked[0], time.monotonic() - since, last, self._link.silent_s)
         told = self._waits
@@ -376,7 +376,7 @@ class QuorumClient:
         elif kind == "rows":
             with self._lock:
                 self._rows[int(message["replica"])] = (int(message["life"]), message["rows"])
-        elif kind == "looked":
+        elif kind == "inspected":
             waits = {int(replica): str(why) for replica, why in message["waits"].items()}
             self._waits = int(message["next"]), waits
             self._told.set()

@@ -107,9 +107,9 @@ class Dispatch(ABC):
             raise BadMessage(f"{kind[:20]!r} without a hello")
         elif kind == "report":
             self._asked(now, peer, message)
-        elif kind == "look":
+        elif kind == "inspect":
             waits = {str(number): why for number, why in missing(self.state, now).items()}
-            self.send(peer, pack({"kind": "looked", "next": next_number(self.state), "waits": waits}))
+            self.send(peer, pack({"kind": "inspected", "next": next_number(self.state), "waits": waits}))
         elif kind == "aside":
             reactions.aside(self.state, now, peer.replica)
         elif kind == "leave":

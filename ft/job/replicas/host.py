@@ -21,7 +21,7 @@ FOLDER = election.LAUNCHERS
 
 _FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.2, 5.0
 """A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start; the pauses are those before the next."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Pause in seconds after this launcher's server has found that it was replaced."""
 _FIRST, _LEFT = "n0", "left-"
 
@@ -88,7 +88,7 @@ class QuorumHost:
         else:
             self._backoff.reset()
         if code == SUCCEEDED:  # another launcher's server runs; the lease will show whose
-            pause_s = max(pause_s, _LOOK_S)
+            pause_s = max(pause_s, _POLL_S)
         elif self._lease.holds:
             lines = [f"    {line}" for line in last_lines(self._log, 5)] if is_fruitless else []
             how = f"the quorum server {processes.how_it_ended(code)}; another one is started, training goes on"

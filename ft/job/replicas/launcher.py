@@ -1,7 +1,7 @@
 """Launcher of one node: an event loop over the agents of its replicas, and the quorum server if that runs here.
 
 The launcher merges the output of all replicas: the training output of one, and the events and errors of all. Workers
-whose agent has died are orphans, which the launcher adopts and kills. When one replica takes a look at its hanging
+whose agent has died are orphans, which the launcher adopts and kills. When one replica inspects its hanging
 workers by itself, because a limit passes, the launcher of its first node asks the other replicas for one at the same
 moment, with the file by which a person asks.
 """
@@ -19,10 +19,10 @@ from typing import Any
 from ft.base import token
 from ft.base.errors import PLANNED_ENDS
 from ft.base.files import needs_run_dir
-from ft.faults.hang.look import SERVER
+from ft.faults.hang.inspection import SERVER
 from ft.faults.hang.replicas import FOR_OTHERS
 from ft.job.agent.console import Console, Tail
-from ft.job.agent.looks import of_the_system
+from ft.job.agent.inspections import of_the_system
 from ft.job.control.state import ENDED, GATHERING
 from ft.job.quorum import EPOCHS, GIVEN_UP, Notice
 from ft.job.replicas import marks, policy
@@ -32,7 +32,7 @@ from ft.job.replicas.member import ReplicaMember, next_life
 from ft.job.replicas.stand_in import LauncherPlace
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
-from ft.record import looks
+from ft.record import inspections
 from ft.record.run import read_status, replicas
 
 _NEWS = re.compile(r"^ft: ?")
@@ -80,22 +80,23 @@ class MergedConsole:
 
 
 def begun(before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, str]:
-    """Return the replicas that have begun a look, each with the reason, "" if somebody has asked for it.
+    """Return the replicas that have begun an inspection, each with the reason, "" if somebody has asked for it.
 
     Args:
-        before: replica -> field "look" of its status when it was last read; absent if it was not.
+        before: replica -> field "inspection" of its status when it was last read; absent if it was not.
         now: replica -> the same field now.
     """
     found = {}
-    for replica, look in now.items():
-        is_look = isinstance(look, list) and len(look) == 2
-        if is_look and replica in before and look != before[replica] and look[0]:
-            found[replica] = str(look[1])
+    for replica, inspection in now.items():
+        is_inspection = isinstance(inspection, list) and len(inspection) == 2
+        if is_inspection and replica in before and inspection != before[replica] and inspection[0]:
+            found[replica] = str(inspection[1])
     return found
 
 
 class Company:
-    """Gets looks at the other replicas when one of this node takes a look. Used in a thread that may wait for storage.
+    """Gets inspections of the other replicas when one of this node makes an inspection. Used in a thread that may wait
+    for storage.
 
     Args:
         server: returns (name of the node, pid) of the quorum server's process; the pid is 0 if it has ended; None if it
@@ -107,10 +108,10 @@ class Company:
         self._before: dict[int, Any] = {}
 
     def follow(self, now: Mapping[int, Any], leads: Collection[int]) -> None:
-        """Ask the other replicas for a look for each that has begun by itself.
+        """Ask the other replicas for an inspection for each that has begun by itself.
 
         Args:
-            now: replica of this node -> field "look" of its status.
+            now: replica of this node -> field "inspection" of its status.
             leads: the replicas whose first node is this one.
         """
         found = begun(self._before, now)
@@ -122,14 +123,14 @@ class Company:
             node, pid = server
             said = of_the_system(SERVER, f"process {pid}" if pid else "", node, pid or None)
             with contextlib.suppress(OSError):  # the diagnosis knows less; nothing else depends on it
-                looks.note_server(self._run_dir, time.time(), said)
+                inspections.note_server(self._run_dir, time.time(), said)
 
     def _want(self, replica: int, why: str) -> None:
         for other, folder in replicas(self._run_dir).items():
             if other == replica:
                 continue
             with contextlib.suppress(OSError):
-                looks.want(folder, f"{FOR_OTHERS}{replica}: {why}")
+                inspections.want(folder, f"{FOR_OTHERS}{replica}: {why}")
 
 
 _PERIOD_S = 0.3
@@ -166,7 +167,7 @@ class Watch:
     Args:
         folders: replica -> its folder, for the replicas to watch.
         leads: the replicas whose first node is this one.
-        company: gets looks at other replicas when one of these takes a look.
+        company: gets inspections of other replicas when one of these makes an inspection.
 
     Attributes:
         seen: the state that was read last.
@@ -198,7 +199,7 @@ class Watch:
         restarts = {replica: _whole(status.get("restarts")) for replica, status in found.items()}
         self.seen = Seen(read(self._run_dir), phases, restarts, now)
         if self._company is not None:
-            self._company.follow({replica: status.get("look") for replica, status in found.items()}, self._leads)
+            self._company.follow({replica: status.get("inspection") for replica, status in found.items()}, self._leads)
         return self.seen
 
     def close(self) -> None:

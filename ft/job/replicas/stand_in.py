@@ -34,7 +34,7 @@ IDLE_S = 3.0
 """A lost node is replaced when its replicas have not trained for so many seconds: until then, they may recover by
 themselves.
 """
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Lookout:
         self._leases: dict[int, tuple[LeaseRecord, float]] = {}
         self._controls: dict[int, tuple[LeaseRecord | None, float]] = {}
         self._idle_since: dict[int, float] = {}
-        self._pauses = OwnPauses(_LOOK_S)
+        self._pauses = OwnPauses(_POLL_S)
         self._closed = threading.Event()
         self.choice: int | None = None
 
@@ -141,7 +141,7 @@ class Lookout:
         return _trains(status) and any(node.partition("-")[0] == f"n{part.node_rank}" for node in nodes)
 
     def _run(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_POLL_S):
             with contextlib.suppress(OSError):
                 self.choice = self.look(time.monotonic())
 

@@ -107,13 +107,13 @@ def _draw(found: Planned, path: Path) -> None:
     """
     from matplotlib.patches import Patch  # its import takes longer than everything else here
 
-    from ft.show import axes as look
+    from ft.show import axes as plot
 
     shape = found.shape
     title = f"{found.kind}: {shape.stages} stages, {shape.microbatches} microbatches"
     title += ", never ends" if found.bubble is None else f", {percent(found.bubble)} bubbles"
-    figure, axes = look.rows(title, (0.34 * shape.stages + 0.6,))
-    look.plain(axes, "units of each stage with the numbers of their microbatches; white is idle time", pad=22)
+    figure, axes = plot.rows(title, (0.34 * shape.stages + 0.6,))
+    plot.plain(axes, "units of each stage with the numbers of their microbatches; white is idle time", pad=22)
     normal, ways = straight(shape.stages, found.chunks), found.program.routes.ways
     end = max((end for _, end in found.ran.times.values()), default=1.0)
     numbered = end * found.chunks / min(shape.f, shape.b) <= _NUMBERED
@@ -126,11 +126,11 @@ def _draw(found: Planned, path: Path) -> None:
     axes.set_xlim(0, end)
     axes.set_yticks(range(shape.stages), [f"stage {stage}" for stage in range(shape.stages)])
     axes.invert_yaxis()
-    axes.set_xlabel("time in the unit of --forward", **look.STYLE)
+    axes.set_xlabel("time in the unit of --forward", **plot.STYLE)
     seen = {ways[unit.microbatch] != normal for unit in found.ran.times}
     named = [entry for (way, _), entry in _COLOURS.items() if way in seen]
-    look.legend(axes, [Patch(color=colour, label=label) for colour, label in named])
-    look.save(figure, path)
+    plot.legend(axes, [Patch(color=colour, label=label) for colour, label in named])
+    plot.save(figure, path)
 
 
 def _refuse(found: Planned) -> None:

@@ -33,7 +33,7 @@ from ft.platform import processes
 from ft.state.groups import Groups, Rendezvous
 from megatron import patches
 
-_LOOK_S, _STORE_S, _CLOSED_S, _LATE_S, _DUMP_S = 0.01, 60.0, 20.0, 2.0, 0.5
+_POLL_S, _STORE_S, _CLOSED_S, _LATE_S, _DUMP_S = 0.01, 60.0, 20.0, 2.0, 0.5
 _ELEMENTS = 1 << 16
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
@@ -110,7 +110,7 @@ class Crew:
         expected = set(range(self.size)) if expected is None else expected
         deadline = time.monotonic() + limit_s
         while not self._have_ended(expected) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         missing = sorted(expected - self._codes.keys())
         self._end(missing)
         self._server.close()
@@ -273,5 +273,5 @@ def _read(path: Path) -> str:
     while not path.exists():
         if time.monotonic() > deadline:
             raise FtError(f"{path} did not appear")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return path.read_text()

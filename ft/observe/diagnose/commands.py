@@ -12,7 +12,7 @@ from ft.base import events
 from ft.base.errors import UserError
 from ft.base.flags import add_group
 from ft.platform import suspects
-from ft.record.looks import looks_of
+from ft.record.inspections import inspections_of
 from ft.record.run import EVENTS, parts
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ def _row(one: "SilentDevice") -> tuple[str, ...]:
 
 _HANG = """\
 Say why a run hangs: which logical rank the others wait for, in which operation, and where that rank is instead. The
-answer follows from the wait-for graph over all process groups (FT-HSDP, section 2.3). A run takes a look at all its
-workers by itself before a time limit passes; while a run is under way, this command asks for a new one. Of a run of
+answer follows from the wait-for graph over all process groups (FT-HSDP, section 2.3). A run makes an inspection of all
+its workers by itself before a time limit passes; while a run is under way, this command asks for a new one. Of a run of
 replicas, all replicas are asked, and the graph contains their waits for the quorum and for each other's gradients. With
 --traces, the dumps of torch's flight recorder are read instead, which every run under torchrun can write."""
 
@@ -151,10 +151,10 @@ def _add_hang(subparsers) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("run", metavar="RUN", nargs="?", type=Path, help=_RUN_DIR)
     source.add_argument("--traces", metavar="FOLDER", type=Path, help="folder with dumps of torch's flight recorder")
-    parser.add_argument("--look", type=int, metavar="N", help="number of the look to read (default: the newest)")
-    parser.add_argument("--looks", type=int, default=1, metavar="N", help="take N looks, to tell who slows a run down")
-    parser.add_argument("--every", type=float, default=0.3, metavar="S", help="seconds between looks (default: 0.3)")
-    parser.add_argument("--stored", action="store_true", help="read the newest stored look, and ask for no new one")
+    parser.add_argument("--inspection", type=int, metavar="N", help="inspection to read (default: the newest)")
+    parser.add_argument("--inspections", type=int, default=1, metavar="N", help="make N, to tell who slows a run down")
+    parser.add_argument("--every", type=float, default=0.3, metavar="S", help="seconds between two (default: 0.3)")
+    parser.add_argument("--stored", action="store_true", help="read the newest stored one, and ask for no new one")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who waits for whom (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -164,28 +164,28 @@ def run_hang(given: argparse.Namespace) -> int:
     from ft.faults.hang.causes import over_time
     from ft.observe.diagnose.hang import as_text, as_values
 
-    if given.looks < 1 or given.every <= 0:
-        raise UserError("--looks must be at least 1, and --every above 0", "leave them out for a single look")
+    if given.inspections < 1 or given.every <= 0:
+        raise UserError("--inspections must be at least 1, and --every above 0", "leave them out for a single one")
     if given.traces is not None:
         from ft.observe.diagnose.flight_recorder import read
 
         taken = [read(given.traces)]
     else:
-        asks = given.look is None and not given.stored
+        asks = given.inspection is None and not given.stored
         hosts = events.hosts(events.read(given.run / EVENTS))
         taken = [
-            replace(look, hosts=hosts)
-            for look in looks_of(given.run, given.look, given.looks if asks else 0, given.every)
+            replace(seen, hosts=hosts)
+            for seen in inspections_of(given.run, given.inspection, given.inspections if asks else 0, given.every)
         ]
-    look, found = taken[-1], over_time(taken)
+    seen, found = taken[-1], over_time(taken)
     if given.picture is not None:
         from ft.observe.diagnose.hang_picture import save
 
         try:
-            save(given.picture, look, found)
+            save(given.picture, seen, found)
         except (OSError, ValueError) as error:
             raise UserError(f"{given.picture} cannot be written: {error}", "name a .png, .svg or .pdf file") from error
-    print(json.dumps(as_values(look, found)) if given.json else as_text(look, found))
+    print(json.dumps(as_values(seen, found)) if given.json else as_text(seen, found))
     return 1 if found.causes else 0
 
 

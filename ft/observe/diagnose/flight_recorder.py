@@ -1,4 +1,4 @@
-"""Read the dumps of torch's flight recorder as one look at all ranks, for ``ft diagnose hang --traces``.
+"""Read the dumps of torch's flight recorder as one inspection of all ranks, for ``ft diagnose hang --traces``.
 
 Every run under torchrun can write such dumps: with NCCL one file per rank at a timeout (TORCH_NCCL_DUMP_ON_TIMEOUT), or
 at any time by ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_fr_trace_json`` (also with gloo). Formats 1.x
@@ -17,7 +17,8 @@ from typing import Any
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.faults.hang.look import RECV, SEND, Departure, Look, Operation, Rank, channel, departure, operation_name
+from ft.faults.hang import inspection as kinds
+from ft.faults.hang.inspection import Departure, Inspection, Operation, Rank, channel, departure, operation_name
 
 _NUMBERED = re.compile(r"(\d+)(?:\.[a-z]+)*$")
 _MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
@@ -26,7 +27,7 @@ _FIX = "give the folder with one dump per rank, each name ending with the rank, 
 _LIBRARY = ("/torch/", "torch/distributed", "torch/nn", "torch/autograd", "torch/_", "contextlib.py")
 
 
-def read(folder: Path) -> Look:
+def read(folder: Path) -> Inspection:
     """Return what the dumps in a folder say of all ranks.
 
     A damaged dump is left out: a process may have died while it wrote it. Its rank then counts as one without a dump.
@@ -47,7 +48,7 @@ def read(folder: Path) -> Look:
     ranks = {rank: _rank(rank, dump, groups, drops) for rank, dump in dumps.items()}
     world = {member for members in groups.values() for member in members} | set(ranks)
     why = "; ".join([f"dumps of {len(ranks)} of {len(world)} ranks", *map(str, damaged)])
-    return Look(dict(sorted(ranks.items())), groups, 0.0, why)
+    return Inspection(dict(sorted(ranks.items())), groups, 0.0, why)
 
 
 def _files(folder: Path) -> dict[int, Path]:
@@ -203,14 +204,14 @@ _BASE = 1 << 20
 
 
 def _message(rank: int, entry: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[str, int] | None:
-    """Return (``SEND`` or ``RECV``, logical rank of the other end) if an entry is a message."""
+    """Return (``kinds.SEND`` or ``kinds.RECV``, logical rank of the other end) if an entry is a message."""
     match = _MESSAGE.match(str(entry.get("profiling_name", "")).partition(":")[2])
     if match is None:
         return None
     name, members = match[1], groups.get(_label(entry), ())
     # "send 0->1" is written by 0, and "recv 1<-0" by 1; both are positions in the group
     other = int(match[3])
-    return (SEND if name == "send" else RECV), members[other] if other < len(members) else other
+    return (kinds.SEND if name == "send" else kinds.RECV), members[other] if other < len(members) else other
 
 
 def _name(entry: Mapping[str, Any]) -> str:
@@ -227,8 +228,8 @@ def _is_done(entry: Mapping[str, Any]) -> bool:
 
 
 def _operation(entry: Mapping[str, Any], label: str, name: str, peer: int | None, sequence: int) -> Operation:
-    sizes = entry.get("output_sizes" if name == RECV else "input_sizes") or entry.get("output_sizes") or []
-    dtypes = entry.get("output_dtypes" if name == RECV else "input_dtypes") or []
+    sizes = entry.get("output_sizes" if name == kinds.RECV else "input_sizes") or entry.get("output_sizes") or []
+    dtypes = entry.get("output_dtypes" if name == kinds.RECV else "input_dtypes") or []
     shapes = tuple(f"{dtypes[at] if at < len(dtypes) else 'tensor'}{list(shape)}" for at, shape in enumerate(sizes))
     return Operation(label, name, sequence, peer, shapes, _is_done(entry), site=_site(entry.get("frames") or ()))
 

@@ -11,7 +11,7 @@ from matplotlib.patches import FancyBboxPatch
 from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.format import Who
 from ft.faults.hang.graph import Wait
-from ft.faults.hang.look import Look
+from ft.faults.hang.inspection import Inspection
 from ft.show import palette
 from ft.show.axes import DPI, as_png, rows
 from ft.show.text import capitalised
@@ -39,27 +39,27 @@ class _Box:
     y: float = 0.0
 
 
-def save(path: Path, look: Look, found: Diagnosis) -> None:
+def save(path: Path, seen: Inspection, found: Diagnosis) -> None:
     """Write the picture; the name's ending says the format, such as .png or .svg.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: there is no such format.
     """
-    _figure(look, found).savefig(path, dpi=DPI)
+    _figure(seen, found).savefig(path, dpi=DPI)
 
 
-def png(look: Look, found: Diagnosis) -> bytes:
+def png(seen: Inspection, found: Diagnosis) -> bytes:
     """Return the picture as PNG."""
-    return as_png(_figure(look, found))
+    return as_png(_figure(seen, found))
 
 
-def _figure(look: Look, found: Diagnosis):
-    columns = _columns(look, found)
+def _figure(seen: Inspection, found: Diagnosis):
+    columns = _columns(seen, found)
     tall = max((len(column) for column in columns), default=1)
     height = tall * (_HIGH + _GAP_Y) + _GAP_Y
     width = max(4.0, len(columns) * (_WIDE + _GAP_X) + _GAP_X)
-    figure, axes = rows(_title(look, found), [height])
+    figure, axes = rows(_title(seen, found), [height])
     figure.set_size_inches(max(width, 8.0), height + 0.9)
     axes.set_xlim(0, max(width, 8.0))
     axes.set_ylim(0, height)
@@ -79,16 +79,16 @@ def _figure(look: Look, found: Diagnosis):
     return figure
 
 
-def _title(look: Look, found: Diagnosis) -> str:
+def _title(seen: Inspection, found: Diagnosis) -> str:
     if not found.causes:
-        return f"{len(look.ranks)} ranks: nobody is at fault"
+        return f"{len(seen.ranks)} ranks: nobody is at fault"
     first = found.causes[0]
-    who = Who(look).title(first.guilty)
-    waiting = f"{len(first.delayed)} of {len(look.places) or len(look.ranks)} ranks wait because of it"
+    who = Who(seen).title(first.guilty)
+    waiting = f"{len(first.delayed)} of {len(seen.places) or len(seen.ranks)} ranks wait because of it"
     return f"{capitalised(who)}: {first.kind}; {waiting}"
 
 
-def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
+def _columns(seen: Inspection, found: Diagnosis) -> list[list[_Box]]:
     """Return the boxes in columns: those at fault, those that wait for them, those that wait for these, and so on.
 
     Ranks of one column that wait in the same kind of operation are one box.
@@ -97,7 +97,7 @@ def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
     for wait in found.waiting:
         for rank in wait.ranks:
             waits[rank].append(wait)
-    who = Who(look)
+    who = Who(seen)
     guilty = {rank for cause in found.causes for rank in cause.guilty}
     columns = [[_at_fault(who, cause, _awaited(waits[cause.rank])) for cause in found.causes]]
     left, before = waits.keys() - guilty, guilty

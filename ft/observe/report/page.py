@@ -22,7 +22,7 @@ from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import ranks, text
 from ft.observe.report.record import Record, Replica
 from ft.observe.report.status import health, lost_nodes, lost_sentence
-from ft.record import looks, metrics
+from ft.record import inspections, metrics
 from ft.record.block import describe, what_differs
 from ft.record.recoveries import Recovery
 from ft.record.run import EVENTS
@@ -105,18 +105,18 @@ def _hangs(record: Record) -> Panel | None:
     """
     parts: list[Markup] = []
     hosts = events.hosts(events.read(record.folder / EVENTS))
-    for number, read in reversed(looks.stored(record.folder).items()):
+    for number, read in reversed(inspections.stored(record.folder).items()):
         if len(parts) == _MOST_HANGS:
             break
         try:
-            look = replace(read(), hosts=hosts)
+            seen = replace(read(), hosts=hosts)
         except UserError as error:
             parts.append(html("p", error))
             continue
-        found = over_time([look])
+        found = over_time([seen])
         if found.causes:
-            drawn = _picture(png(look, found), "who waits for whom, back to the ranks at fault")
-            parts.append(joined(drawn, html("details", f"look {number}", html("pre", as_text(look, found)))))
+            drawn = _picture(png(seen, found), "who waits for whom, back to the ranks at fault")
+            parts.append(joined(drawn, html("details", f"inspection {number}", html("pre", as_text(seen, found)))))
     return Panel("Hangs", joined(*parts)) if parts else None
 
 

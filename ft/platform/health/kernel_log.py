@@ -105,7 +105,7 @@ LINES = (
 """The lines that are looked for; the first that matches applies."""
 
 _PATTERNS = [(line, re.compile(line.pattern)) for line in LINES]
-# All other lines are most of a log, and one look rules them out.
+# All other lines are most of a log, and one search rules them out.
 _ANY = re.compile(
     "Xid|fallen off|RmInit|EDAC|emory error|Memory failure|Hardware Error|AER|PCIe|DPC|mlx5_core|nvme|error|XFS"
     "|read-only|nfs:|md/raid|ut of memory|ockup|LOCKUP|blocked for|clocksource"

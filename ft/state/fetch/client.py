@@ -34,7 +34,7 @@ class BadState(FallbackError):
     """
 
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _NOT_NEEDED = "not needed any more"
 
 
@@ -145,7 +145,7 @@ class Crew:
         """
         while True:
             with self.changed:
-                if self.changed.wait_for(lambda: is_done() or len(self._ended) == len(self._sources), timeout=_LOOK_S):
+                if self.changed.wait_for(lambda: is_done() or len(self._ended) == len(self._sources), timeout=_POLL_S):
                     return ""
             now = time.monotonic()
             if self._cancel is not None and self._cancel.is_set():
@@ -223,7 +223,7 @@ class _Distribution:
                     return choice.piece
                 if isinstance(choice, shares.End):
                     return None
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             return None
 
     def done(self, source: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import EpochClosed, UserError
-from ft.faults.hang.look import RECV, SEND, channel
+from ft.faults.hang.inspection import RECV, SEND, channel
 from ft.job.parts import GroupReport
 from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap

@@ -2,7 +2,7 @@
 
 When a run hangs, the cause is found from what every rank has started last, and from how its step departs from the step
 before (``ft.faults.hang``). Remembering an operation takes about a microsecond: nothing is formatted before somebody
-looks.
+inspections.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ft.faults.hang.look import Departure, Operation, channel, departure, missing_end, operation_name, source_name
+from ft.faults.hang.inspection import Departure, Operation, channel, departure, missing_end, operation_name, source_name
 
 _MOST, _NEWEST = 10_000, 1_000
 """Number of operations of one step that are remembered, and of the newest ones after them. A longer step is compared up

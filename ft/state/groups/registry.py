@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.base.errors import EpochClosed, FtError, UserError
-from ft.faults.hang.look import Departure, Operation, operation_name
+from ft.faults.hang.inspection import Departure, Operation, operation_name
 from ft.job.control.timeouts import Timeouts
 from ft.job.parts import GroupReport
 from ft.net.codec import Numbers
@@ -59,12 +59,12 @@ _SETTLE_S = 1.0
 
 
 @dataclass(frozen=True)
-class GroupsLook:
+class GroupsInspection:
     """What is known of the operations of training at one moment.
 
     Attributes:
         members: name of a group -> logical ranks of its members.
-        counts: number of operations that this worker has started, by channel (``ft.faults.hang.look.channel``).
+        counts: number of operations that this worker has started, by channel (``ft.faults.hang.inspection.channel``).
         operations: those that have not ended, and the last one of each channel; and collectives in which other threads
             are blocked.
         departure: how the present step differs from the one before.
@@ -401,7 +401,7 @@ class Groups:
         """Return the record of training's operations, which is told when a step begins."""
         return self._state.history
 
-    def look(self, threads: Collection[str] = ()) -> GroupsLook:
+    def inspect(self, threads: Collection[str] = ()) -> GroupsInspection:
         """Return what is known of the operations of training. Safe from any thread.
 
         ``threads``: names of other threads that the training thread waits for.
@@ -434,7 +434,7 @@ class Groups:
         ]
         operations = (*state.history.operations(status), *others)
         blocked = waiting is not None or bool(threads)
-        return GroupsLook(members, counts, operations, state.history.departure(), blocked)
+        return GroupsInspection(members, counts, operations, state.history.departure(), blocked)
 
     def topology(self) -> str:
         """Return a digest of the names and members of all groups ever created.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _SLICE = timedelta(milliseconds=20)
 # Seconds after the end of the epoch in which an operation may still end by itself; nearly all end within 5 ms.
 GRACE_S = 0.02
-_LOOK_S = 0.001
+_POLL_S = 0.001
 
 
 class GroupWork(dist.Work):
@@ -256,7 +256,7 @@ def ends_soon(is_over: Callable[[], bool]) -> bool:
     while not is_over():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return True
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ft.base.errors import FtError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
-from ft.faults.hang.look import CONNECT, FETCH, QUORUM, SEND, SERVER, Across, Operation, channel
+from ft.faults.hang.inspection import CONNECT, FETCH, QUORUM, SEND, SERVER, Across, Operation, channel
 from ft.faults.hang.replicas import AGREEMENT, QUESTIONS
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.job.quorum.client import QuestionState
@@ -78,7 +78,7 @@ reduction inside the replica."""
 
 @dataclass
 class Doing:
-    """What the threads of a rank note for a look.
+    """What the threads of a rank note for an inspection.
 
     Attributes:
         quorums: the last quorums that the ring was connected for.
@@ -122,8 +122,8 @@ def across_replicas(parts: "Components") -> AcrossReplicas:
     has_asked = parts.agreement.is_awaited or waits_for == exchange.QUORUM
     client = parts.client
     if client is not None:
-        _question(found, client.look(_ANSWER_S), has_asked)
-    _ring(found, parts.ring.look(), parts.doing, waits_for == exchange.RING)
+        _question(found, client.inspect(_ANSWER_S), has_asked)
+    _ring(found, parts.ring.inspect(), parts.doing, waits_for == exchange.RING)
     _state(found, parts.doing)
     threads = {agreement.THREAD, f"ft-tree-{AGREEMENT}"} if has_asked else set()
     if waits_for == exchange.RING or _waits_for_reduction():
@@ -206,7 +206,7 @@ class Components:
         votes: tree over this replica's ranks, used only for their votes and digests.
         save_interval: steps between checkpoints; None: no interval.
         per_token: whether megatron-core divides gradients by the number of tokens.
-        doing: what the threads of this rank note for a look at a hang.
+        doing: what the threads of this rank note for an inspection of a hang.
     """
 
     def __init__(

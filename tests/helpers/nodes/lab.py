@@ -19,7 +19,7 @@ from nodes.router import INTERFACE, NETWORK
 
 _FOLDER = Path(__file__).parent.parent
 _ROOT = _FOLDER.parent.parent
-_LOOK_S = 0.005
+_POLL_S = 0.005
 
 
 @functools.cache
@@ -71,7 +71,7 @@ class Host:
         """Kill every process at once. The kernel still closes their connections, if the network lets packets out."""
         while self._signal(signal.SIGSTOP):  # first stop all, so that no process reports the death of another
             self._signal(signal.SIGKILL)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def lose_power(self) -> None:
         """Cut the host off and kill its processes: the other hosts see none of its connections close."""

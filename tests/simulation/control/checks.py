@@ -106,11 +106,11 @@ def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) ->
     """Check the control plane's reaction to the only fault of a run: no stronger one than ``at_worst``, and in time.
 
     ``limit``: true time in seconds until which the epoch must be closed, if it is closed. A verdict on a hang may wait
-    for a look at all workers, ``look_s`` more.
+    for an inspection of all workers, ``inspection_s`` more.
     """
     if at_worst == ANYTHING:
         return
-    limit += cluster.plane.state.options.timeouts.look_s
+    limit += cluster.plane.state.options.timeouts.inspection_s
     if cluster.checks.first_close > limit:
         cluster.checks.fail(f"{cluster.checks.first_close - limit:.1f} s too late, the epoch is closed for {struck}")
     for order in cluster.plane.log:
@@ -124,7 +124,7 @@ def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) ->
 
 # --- invariants -------------------------------------------------------------------------------------------------------
 
-_LOOK_EVERY = 97
+_CHECK_EVERY = 97
 """Out of so many calls of ``decide``, one without a report is checked to leave the state as it is."""
 
 
@@ -167,8 +167,8 @@ class Checks:
         self._calls += 1
         recovery = self._cluster.plane.state.recovery
         self._spoiled = set() if recovery is None else set(recovery.spoiled)
-        look = report is None and self._calls % _LOOK_EVERY == 0
-        self._before = to_json(self._cluster.plane.state) if look else None
+        is_due = report is None and self._calls % _CHECK_EVERY == 0
+        self._before = to_json(self._cluster.plane.state) if is_due else None
 
     def decided(self, report: Any | None, decisions: list[Any]) -> None:
         """Check that a call of ``decide`` without a decision has not changed the state, and log the decisions."""

@@ -16,7 +16,7 @@ from ft.faults.hang.causes import (
     UNMATCHED,
 )
 from ft.faults.hang.graph import EQUAL_SIZES
-from ft.faults.hang.look import DEAD, STOPPED
+from ft.faults.hang.inspection import DEAD, STOPPED
 from tests.simulation.hangs.machine import Batch, Call, Layout, Programs, Wrong
 
 STEP = 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from ft.faults.hang.graph import all_fit
-from ft.faults.hang.look import DEAD, RECV, RUNNING, SEND, Look, Operation, Rank, Thread, channel
+from ft.faults.hang.inspection import DEAD, RECV, RUNNING, SEND, Inspection, Operation, Rank, Thread, channel
 from ft.state.groups.history import History, StartedOperation
 from tests.simulation.engine import Timeline
 
@@ -376,11 +376,11 @@ class Machine:
         runner = self._runners[rank]
         return [(entry, id(entry) not in runner.open) for entry in runner.history.entries()]
 
-    # --- looks --------------------------------------------------------------------------------------------------------
+    # --- inspections --------------------------------------------------------------------------------------------------
 
-    def look(self) -> Look:
+    def inspect(self) -> Inspection:
         """Return what all ranks would say now."""
-        return Look({rank: self._said(runner) for rank, runner in self._runners.items()}, self._programs.groups)
+        return Inspection({rank: self._said(runner) for rank, runner in self._runners.items()}, self._programs.groups)
 
     def _said(self, runner: _Runner) -> Rank:
         wrong = self._wrong.get(runner.rank, Wrong())

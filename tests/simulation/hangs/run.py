@@ -17,7 +17,7 @@ from tests.simulation.hangs.machine import Layout, Machine, Programs, programs
 
 _STEPS = 4
 _SLOW_STEPS = 6
-_LOOKS = 40
+_INSPECTIONS = 40
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Chosen:
         """Return the simulated machine after the fault has stopped it; None if it makes nothing hang."""
         machine = Machine(self.programs, steps, self.injected.wrong, STEP, self.choice)
         machine.run()
-        return None if all(rank.ended for rank in machine.look().ranks.values()) else machine
+        return None if all(rank.ended for rank in machine.inspect().ranks.values()) else machine
 
 
 def choose(seed: int, layouts: Sequence[Layout] = LAYOUTS, faults: Iterable[str] = KINDS) -> Chosen | None:
@@ -103,19 +103,19 @@ def case(seed: int) -> Case | None:
     if machine is None:
         return None
     expected = {rank: kind for rank, kind in chosen.injected.kinds.items() if machine.is_wrong(rank)}
-    return judge(chosen, expected, over_time([machine.look()]))
+    return judge(chosen, expected, over_time([machine.inspect()]))
 
 
 def _watch(chosen: Chosen) -> Diagnosis:
-    """Return the diagnosis over looks at random moments of the steps."""
+    """Return the diagnosis over inspections of random moments of the steps."""
     machine = Machine(chosen.programs, _SLOW_STEPS, chosen.injected.wrong, STEP, chosen.choice)
     length = _length(chosen.layout, chosen.injected, chosen.choice)
-    moments = sorted(chosen.choice.uniform(0.2, 0.9) * length for _ in range(_LOOKS))
-    looks = []
+    moments = sorted(chosen.choice.uniform(0.2, 0.9) * length for _ in range(_INSPECTIONS))
+    inspections = []
     for moment in moments:
         machine.run(moment)
-        looks.append(machine.look())
-    return over_time(looks)
+        inspections.append(machine.inspect())
+    return over_time(inspections)
 
 
 def _length(layout: Layout, injected: Injected, choice: random.Random) -> float:

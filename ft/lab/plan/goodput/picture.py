@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ft.lab.plan.goodput.answer import VARIED, Answer, Change
 from ft.protection.table import DOUBLE
-from ft.show import axes as look
+from ft.show import axes as plot
 from ft.show import palette
 from ft.show.axes import STYLE, Percents
 from ft.show.text import percent, seconds
@@ -20,8 +20,8 @@ def pareto(found: Answer, path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    figure, (left, right) = look.rows(f"{found.asked.gpus:,} GPUs: cost and risk of every protection", (3.3, 3.0))
-    look.plain(left, "Paid GPU hours per useful hour, and chance of losing more than an hour at once")
+    figure, (left, right) = plot.rows(f"{found.asked.gpus:,} GPUs: cost and risk of every protection", (3.3, 3.0))
+    plot.plain(left, "Paid GPU hours per useful hour, and chance of losing more than an hour at once")
     rows = [row for row in found.rows if row.paid < 3.0 * found.recommended.paid]
     for row in rows:
         is_best = row is found.recommended
@@ -45,12 +45,12 @@ def pareto(found: Answer, path: Path) -> None:
     left.yaxis.set_major_formatter(Percents())
     left.margins(x=0.1)
     _tornado(right, found)
-    look.save(figure, path)
+    plot.save(figure, path)
 
 
 def _tornado(axes, found: Answer) -> None:
     """Draw what would change the answer: a bar for each quantity, from the least to the greatest cost."""
-    look.plain(axes, "Recommended row if one quantity differs; where another row wins, its name")
+    plot.plain(axes, "Recommended row if one quantity differs; where another row wins, its name")
     paid, ticks = found.recommended.paid, []
     for place, (key, name) in enumerate(VARIED.items()):
         mine = [change for change in found.changes if change.key == key]
@@ -90,8 +90,8 @@ def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, flo
     Raises:
         UserError: the file cannot be written.
     """
-    figure, axes = look.rows(title, (3.0,))
-    look.plain(axes, "Useful share of the time")
+    figure, axes = plot.rows(title, (3.0,))
+    plot.plain(axes, "Useful share of the time")
     for colour, (name, points) in zip(_LINES, lines.items(), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=2, label=name)
         best = max(points, key=lambda point: point[1])
@@ -102,4 +102,4 @@ def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, flo
     axes.set_xlabel(label, **STYLE)
     axes.yaxis.set_major_formatter(Percents())
     axes.legend(frameon=False, fontsize=9, labelcolor=palette.QUIET)
-    look.save(figure, path)
+    plot.save(figure, path)

@@ -132,7 +132,7 @@ def _compare(context: Context, mine: Measured) -> None:
 
 
 _ROUNDS, _BLOCK, _FILE = 20, 4096, 32 << 20
-_LOOK_S = 0.005
+_POLL_S = 0.005
 _FIX = "give --run-dir (and ft run --run-dir) a folder that all nodes can write, on a file system with less latency"
 
 
@@ -233,7 +233,7 @@ def _seen(context: Context) -> Measured:
     store.wait(["renewed"], limit)
     began, deadline = time.monotonic(), time.monotonic() + context.limit_s / 2
     while ((found := election.read(folder)) is None or found.node != "seen") and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     took = time.monotonic() - began
     store.set(f"seen/{context.node}", str(took))
     if found is None or found.node != "seen":

@@ -36,7 +36,7 @@ _MODEL = (
     "--reference-trainer --deterministic-mode --ft-hot-swap"
 )
 _ENDING_S = 10.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _NOT_OF_THIS_JOB = ("SLURM_", "OMPI_", "PMI", "FT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 _NOT_REPLACED = "read what ft report and the logs say of the recovery; ft run needs a standby, --standby 1"
 _DIFFERENT = (
@@ -209,10 +209,10 @@ def _wait(agents: list[subprocess.Popen], limit_s: float) -> list[int] | None:
     """Return the agents' exit codes, None if the first one has not ended within ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     while agents[0].poll() is None and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     if agents[0].poll() is None:
         return None
     deadline = time.monotonic() + _ENDING_S
     while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return [-1 if agent.poll() is None else agent.returncode for agent in agents]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.patches import Patch
 
-from ft.show import axes as look
+from ft.show import axes as plot
 from ft.show import palette
 from ft.show.text import percent
 from ft.systems.dmr.plan.check import loads, memory_over_time
@@ -37,16 +37,16 @@ def draw(plan: Plan, path: Path) -> None:
     found = plan.predicted
     planned, naive = percent(found.overhead), percent(found.naive_overhead)
     title = f"iteration time with this DMR plan: +{planned}, with naive DMR: +{naive}"
-    figure, (lanes, memory) = look.rows(title, (0.55 * len(stages) + 0.7, 2.6))
+    figure, (lanes, memory) = plot.rows(title, (0.55 * len(stages) + 0.7, 2.6))
     _lanes(lanes, plan, stages)
     _memory(memory, plan, stages)
     memory.sharex(lanes)
-    memory.set_xlabel("milliseconds of the iteration", **look.STYLE)
-    look.save(figure, path)
+    memory.set_xlabel("milliseconds of the iteration", **plot.STYLE)
+    plot.save(figure, path)
 
 
 def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:
-    look.plain(axes, "work of each stage, and verification in its windows", pad=22)
+    plot.plain(axes, "work of each stage, and verification in its windows", pad=22)
     used = loads(plan)
     for lane, stage in enumerate(stages):
         by_colour: dict[str, list[tuple[float, float]]] = {}
@@ -65,7 +65,7 @@ def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:
     axes.invert_yaxis()
     named = [*((colour, phase) for phase, colour in _WORK.items()), (palette.FAINT, "idle")]
     named += [(_FILLED_BETWEEN, "verification between units"), (_FILLED_INSIDE, "verification inside units")]
-    look.legend(axes, [Patch(color=colour, label=label) for colour, label in named])
+    plot.legend(axes, [Patch(color=colour, label=label) for colour, label in named])
 
 
 def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
@@ -81,7 +81,7 @@ def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
 
 
 def _memory(axes, plan: Plan, stages: Sequence[int]) -> None:
-    look.plain(axes, "memory in use: training alone (thin), and with tensors kept for later verification")
+    plot.plain(axes, "memory in use: training alone (thin), and with tensors kept for later verification")
     colours = palette.LATER_WORKERS
     budget = plan.trace.memory.budget
     most = max(budget or 0.0, plan.predicted.peak_bytes)
@@ -96,7 +96,7 @@ def _memory(axes, plan: Plan, stages: Sequence[int]) -> None:
     if budget is not None:
         axes.axhline(budget / unit, color=palette.FAULT, linewidth=1, linestyle="--", label="budget")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(name, **look.STYLE)
+    axes.set_ylabel(name, **plot.STYLE)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=palette.QUIET)
 
 

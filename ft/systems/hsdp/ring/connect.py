@@ -215,7 +215,7 @@ class RingListener:
         self._poller, self._listener, self._token = poller, listener, token
         self._lock = threading.Lock()
         self._strangers: list[socket.socket] = []  # connections during their handshakes
-        self._greeted: list[_Newcomer] = []  # connections whose handshakes were done since the last look
+        self._greeted: list[_Newcomer] = []  # connections whose handshakes were done since the last call
         self._waiting: list[_Newcomer] = []
         self._is_closed = False
         self._expected: Hello | None = None

@@ -30,7 +30,7 @@ from ft.systems.hsdp.ring.staging import when_queued
 THREAD = "ft-ring"
 """Name of the ring's thread."""
 _TEND_S = 1.0
-_DEVICE_LOOK_S = 0.001
+_DEVICE_POLL_S = 0.001
 _NOBODY = "no quorum yet"
 
 
@@ -181,7 +181,7 @@ class Ring:
             raise UserError(f"a limit of {limit_s} s", "give seconds above 0")
         self._wait_s = limit_s
 
-    def look(self) -> RingState:
+    def inspect(self) -> RingState:
         """Return what the ring is doing. Thread-safe; returns at once.
 
         The values are read one by one, while the ring's thread goes on.
@@ -420,12 +420,12 @@ class Ring:
 
     def _look(self) -> None:
         """Look after the connections while a device has work to do before an operation. Raises Broken."""
-        self._poller.wait(_DEVICE_LOOK_S)
+        self._poller.wait(_DEVICE_POLL_S)
         self._door.tend()
         self._check()
         if self._links is not None and self._links.broken:
             raise self._links.broken
 
     def _is_given_up(self) -> bool:
-        self._poller.wait(_DEVICE_LOOK_S)
+        self._poller.wait(_DEVICE_POLL_S)
         return self._is_closing

@@ -1,4 +1,4 @@
-"""Looks at runs that are too large to be simulated: what each rank says when training hangs because of one rank.
+"""Inspections of runs that are too large to be simulated: what each rank says when training hangs because of one rank.
 
 The others wait as they do when that rank stops within a layer of one stage: its tensor-parallel ranks in their
 collective, the context-parallel ring one behind the other, its experts in their exchange, the other stages for messages
@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from ft.faults.hang.look import DEAD, RECV, SEND, Look, Operation, Rank, Thread
+from ft.faults.hang.inspection import DEAD, RECV, SEND, Inspection, Operation, Rank, Thread
 from tests.simulation.hangs.machine import Layout
 
 FAULTS = ("busy", "node", "mismatch", "link", "scattered")
@@ -83,8 +83,8 @@ class _Run:
         return {one.channel: replace(one, sequence=_DONE, done=True, awaited=False) for one in found}
 
 
-def large_look(layout: Layout, fault: str) -> Look:
-    """Return a look at a run that hangs.
+def large_inspection(layout: Layout, fault: str) -> Inspection:
+    """Return an inspection of a run that hangs.
 
     Args:
         layout: the layout.
@@ -104,7 +104,7 @@ def large_look(layout: Layout, fault: str) -> Look:
         operations = (*(one for key, one in done.items() if counts[key] == _DONE), *started)
         threads = (Thread("MainThread", ("train.py:88 my_metric",), trains=True),)
         ranks[rank] = Rank(rank, worker, node, step=2, counts=counts, operations=operations, threads=threads)
-    return Look(ranks, {name: tuple(members) for name, members in run.groups.items()})
+    return Inspection(ranks, {name: tuple(members) for name, members in run.groups.items()})
 
 
 def _started(run: _Run, place: _Place, fault: str, rank: int) -> Operation:

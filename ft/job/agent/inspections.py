@@ -1,4 +1,4 @@
-"""Stores what the workers of this node are doing when a run hangs (order ``Look``), and tells the control plane.
+"""Stores what the workers of this node are doing when a run hangs (order ``Inspect``), and tells the control plane.
 
 Each worker answers on a thread of its own. Of a worker that does not answer, because it is stopped or holds the
 interpreter lock, the operating system says what its threads do; and if its lock is held, it still writes their Python
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import files, threads
-from ft.faults.hang import look as calls
-from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
-from ft.job.messages import Look, Looked, LookTaken
+from ft.faults.hang import inspection as calls
+from ft.faults.hang.inspection import DEAD, RUNNING, STOPPED, Rank, Thread, united
+from ft.job.messages import Inspect, Inspected, InspectionAnswered
 from ft.net.codec import to_json
 from ft.platform import network, processes
 from ft.platform.processes import Handler
-from ft.record import looks as record
+from ft.record import inspections as record
 
 _WAIT_S = 0.6
 """Seconds for the answers; a process that runs answers within a few milliseconds."""
@@ -32,7 +32,7 @@ _CALLS = 8
 
 @dataclass
 class _Open:
-    """A look whose answers are being collected.
+    """An inspection whose answers are being collected.
 
     Attributes:
         wall: when it arrived, in seconds since 1970.
@@ -42,24 +42,24 @@ class _Open:
         answers: worker -> its answer.
     """
 
-    order: Look
+    order: Inspect
     wall: float
     until: float
     silent: dict[str, Rank]
     handlers: dict[str, tuple[int, Handler]] = field(default_factory=dict)
-    answers: dict[str, Looked] = field(default_factory=dict)
+    answers: dict[str, Inspected] = field(default_factory=dict)
 
 
-class Looks:
-    """The looks of one node. Call ``poll`` again and again."""
+class Inspections:
+    """The inspections of one node. Call ``poll`` again and again."""
 
-    def __init__(self, folder: Path, node: str, post: Callable[[LookTaken], None] = lambda report: None):
+    def __init__(self, folder: Path, node: str, post: Callable[[InspectionAnswered], None] = lambda report: None):
         self._folder, self._node, self._post = folder, node, post
         self._open: _Open | None = None
         self._writer: threading.Thread | None = None
 
     def begins(
-        self, order: Look, pids: Mapping[str, int | None], handlers: Mapping[str, Handler] | None = None
+        self, order: Inspect, pids: Mapping[str, int | None], handlers: Mapping[str, Handler] | None = None
     ) -> None:
         """Begin to collect answers, and ask the operating system about all workers.
 
@@ -76,53 +76,53 @@ class Looks:
     @property
     def is_complete(self) -> bool:
         """Return whether no answer is missing of a worker that can give one."""
-        look = self._open
-        if look is None:
+        seen = self._open
+        if seen is None:
             return True
-        awaited = {worker for worker, said in look.silent.items() if said.process == RUNNING}
-        return awaited <= look.answers.keys()
+        awaited = {worker for worker, said in seen.silent.items() if said.process == RUNNING}
+        return awaited <= seen.answers.keys()
 
-    def heard(self, answer: Looked) -> None:
+    def heard(self, answer: Inspected) -> None:
         """Take the answer of a worker."""
         if self._open is not None and answer.number == self._open.order.number:
             self._open.answers[answer.worker] = answer
 
     def poll(self) -> None:
-        """Store the look if all have answered or the time is up."""
+        """Store the inspection if all have answered or the time is up."""
         if self.is_complete or (self._open is not None and time.monotonic() > self._open.until):
             self.finish()
 
     def finish(self) -> None:
-        """Store the look with the answers that there are, and send it to the control plane.
+        """Store the inspection with the answers that there are, and send it to the control plane.
 
         Of the stacks, only the innermost calls of training threads are sent: the search for the cause needs no others.
         """
-        look, self._open = self._open, None
-        if look is None or not look.silent:
+        seen, self._open = self._open, None
+        if seen is None or not seen.silent:
             return
-        said = self._values(look)
+        said = self._values(seen)
         said["ranks"] = [{**rank, "threads": _innermost(rank.get("threads", ()))} for rank in said["ranks"]]
-        self._post(LookTaken(self._node, look.order.number, said))
-        _add_stacks(look)
-        path = record.path(self._folder, look.order.number, self._node)
+        self._post(InspectionAnswered(self._node, seen.order.number, said))
+        _add_stacks(seen)
+        path = record.path(self._folder, seen.order.number, self._node)
         # Not in the agent's own thread: the storage may be what hangs.
         with contextlib.suppress(OSError):  # it is not stored; the control plane has it
-            self._writer = threads.start(_store, (path, self._values(look)), "ft-look")
+            self._writer = threads.start(_store, (path, self._values(seen)), "ft-inspection")
 
     def close(self) -> None:
-        """Store the look, and wait a moment until it is stored."""
+        """Store the inspection, and wait a moment until it is stored."""
         self.finish()
         if self._writer is not None:
             self._writer.join(_STORE_S)
 
-    def _values(self, look: _Open) -> dict[str, Any]:
-        silent = [to_json(rank) for worker, rank in look.silent.items() if worker not in look.answers]
-        answers = list(look.answers.values())
+    def _values(self, seen: _Open) -> dict[str, Any]:
+        silent = [to_json(rank) for worker, rank in seen.silent.items() if worker not in seen.answers]
+        answers = list(seen.answers.values())
         groups = {name: members for answer in answers for name, members in answer.groups.items()}
         across = united(answer.across for answer in answers)
         said = [answer.said for answer in answers]
-        order = look.order
-        values = {"number": order.number, "why": order.why, "wall": look.wall, "node": self._node}
+        order = seen.order
+        values = {"number": order.number, "why": order.why, "wall": seen.wall, "node": self._node}
         values |= {"seats": order.seats, "groups": to_json(groups), "across": to_json(across)}
         return {**values, "ranks": [*said, *silent]}
 
@@ -131,15 +131,15 @@ def _innermost(threads: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**one, "frames": list(one.get("frames", ()))[:_CALLS]} for one in threads if one.get("trains")]
 
 
-def _add_stacks(look: _Open) -> None:
+def _add_stacks(seen: _Open) -> None:
     """Add the Python calls of workers that run and have not answered."""
-    mute = [worker for worker, said in look.silent.items() if said.process == RUNNING and worker not in look.answers]
-    asked = {worker: look.handlers[worker] for worker in mute if worker in look.handlers}
+    mute = [worker for worker, said in seen.silent.items() if said.process == RUNNING and worker not in seen.answers]
+    asked = {worker: seen.handlers[worker] for worker in mute if worker in seen.handlers}
     for worker, text in processes.stacks_of(asked).items():
         pid, handler = asked[worker]
         threads = calls.read_stacks(text, handler.thread, processes.folder(pid))
-        said = look.silent[worker]
-        look.silent[worker] = replace(said, threads=calls.with_kernel(threads, said.threads))
+        said = seen.silent[worker]
+        seen.silent[worker] = replace(said, threads=calls.with_kernel(threads, said.threads))
 
 
 def of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
@@ -162,4 +162,4 @@ def _store(path: Path, values: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, json.dumps(values, separators=(",", ":")))
     except OSError as error:  # the diagnosis is lost; nothing else depends on it
-        print(f"ft: a look at the workers cannot be stored: {error}", flush=True)
+        print(f"ft: an inspection of the workers cannot be stored: {error}", flush=True)

@@ -1,7 +1,8 @@
-"""The stored looks of a run: what all workers were doing at one moment, one folder per look with a file per node.
+"""The stored inspections of a run: what all workers were doing at one moment, one folder per inspection with a file per
+node.
 
-In a run of replicas (FT-HSDP) each replica's folder has its own looks. Those of about the same time are a moment of the
-run; the launcher that keeps the quorum server adds what the operating system says of that process.
+In a run of replicas (FT-HSDP) each replica's folder has its own inspections. Those of about the same time are a moment
+of the run; the launcher that keeps the quorum server adds what the operating system says of that process.
 """
 
 import json
@@ -15,24 +16,24 @@ from typing import Any
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.faults.hang.look import DEAD, Across, Look, Rank, united
+from ft.faults.hang.inspection import DEAD, Across, Inspection, Rank, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
 from ft.record.run import NOT_ENDED, entries, load, read_status, replicas
 from ft.show.text import spans
 
-_FOLDER, _WANTED, _SERVER = "looks", "wanted", "server.jsonl"
+_FOLDER, _WANTED, _SERVER = "inspections", "wanted", "server.jsonl"
 _WALL = re.compile(rb'"wall":\s*([0-9.e+]+)')
 _HEAD_BYTES = 4096
 _TOGETHER_S = 60.0
-"""Seconds within which all nodes have written their parts of one look, by clocks that may differ."""
+"""Seconds within which all nodes have written their parts of one inspection, by clocks that may differ."""
 _MOMENT_S = 3.0
-"""Seconds within which looks at different replicas belong to one moment."""
+"""Seconds within which inspections of different replicas belong to one moment."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one node has stored of a look; ``seats``: logical rank -> worker."""
+    """What one node has stored of an inspection; ``seats``: logical rank -> worker."""
 
     wall: float
     why: str
@@ -45,17 +46,17 @@ class _Part:
 
 
 def path(run: Path, number: int, node: str) -> Path:
-    """Return the path of one node's part of a look."""
+    """Return the path of one node's part of an inspection."""
     return run / _FOLDER / f"{number:04d}" / f"{node}.json"
 
 
 def wanted(run: Path) -> Path:
-    """Return the path of the file with which a person asks a run for a look."""
+    """Return the path of the file with which a person asks a run for an inspection."""
     return run / _FOLDER / _WANTED
 
 
 def want(run: Path, why: str) -> None:
-    """Ask a run for a look.
+    """Ask a run for an inspection.
 
     Raises:
         OSError: the folder cannot be written.
@@ -65,25 +66,25 @@ def want(run: Path, why: str) -> None:
 
 
 def numbers(run: Path) -> list[int]:
-    """Return the numbers of the stored looks of a run, the oldest first."""
+    """Return the numbers of the stored inspections of a run, the oldest first."""
     folder = run / _FOLDER
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def read(run: Path, number: int) -> Look:
-    """Return a stored look. Ranks of which no node says anything are dead.
+def read(run: Path, number: int) -> Inspection:
+    """Return a stored inspection. Ranks of which no node says anything are dead.
 
-    Of a replica, the look says of the ranks of others only that its own ranks wait for them.
+    Of a replica, the inspection says of the ranks of others only that its own ranks wait for them.
 
     Raises:
-        UserError: the look does not exist, or a file of it cannot be read.
+        UserError: the inspection does not exist, or a file of it cannot be read.
     """
     return _of_replica(run, _read(run, number))
 
 
-def of_parts(run: Path, said: Iterable[Mapping[str, Any]]) -> Look:
-    """Return the look that the nodes' parts, as they are stored, make up; see :func:`read`.
+def of_parts(run: Path, said: Iterable[Mapping[str, Any]]) -> Inspection:
+    """Return the inspection that the nodes' parts, as they are stored, make up; see :func:`read`.
 
     Args:
         said: JSON values of the parts, at least one.
@@ -91,33 +92,34 @@ def of_parts(run: Path, said: Iterable[Mapping[str, Any]]) -> Look:
     Raises:
         UserError: a part is not one.
     """
-    return _of_replica(run, _united([_part(values, "an answer to a look") for values in said]))
+    return _of_replica(run, _united([_part(values, "an answer to an inspection") for values in said]))
 
 
-def _of_replica(run: Path, look: Look) -> Look:
+def _of_replica(run: Path, seen: Inspection) -> Inspection:
     replica = _replica(run)
     if replica is None:
-        return look
-    return combine({replica: look}, server=_server(run.parent, look.wall), home=replica)
+        return seen
+    return combine({replica: seen}, server=_server(run.parent, seen.wall), home=replica)
 
 
-def _read(run: Path, number: int) -> Look:
+def _read(run: Path, number: int) -> Inspection:
     paths = sorted((run / _FOLDER / f"{number:04d}").glob("*.json"))
     if not paths:
-        raise UserError(f"{run} has no look {number}", "list the folder looks in it")
+        raise UserError(f"{run} has no inspection {number}", "list the folder inspections in it")
     return _united([_part(path, str(path)) for path in paths])
 
 
-def _united(parts: Sequence[_Part]) -> Look:
+def _united(parts: Sequence[_Part]) -> Inspection:
     newest = max(part.wall for part in parts)
-    # A run that has lost its journal counts its looks from 1 again; a node that is gone leaves its old part behind.
+    # A run that has lost its journal counts its inspections from 1 again; a node that is gone leaves its old part
+    # behind.
     parts = [part for part in parts if newest - part.wall < _TOGETHER_S]
     ranks = {rank.rank: rank for part in parts for rank in part.ranks}
     groups = {name: tuple(members) for part in parts for name, members in part.groups.items()}
     seats = {rank: worker for part in parts for rank, worker in part.seats.items()}
     for rank in seats.keys() - ranks.keys():
         ranks[rank] = Rank(rank, seats[rank], seats[rank].partition(".")[0], DEAD, answers=False)
-    return Look(ranks, groups, newest, parts[0].why, united(part.across for part in parts))
+    return Inspection(ranks, groups, newest, parts[0].why, united(part.across for part in parts))
 
 
 def _part(values: Any, source: str) -> _Part:
@@ -125,7 +127,7 @@ def _part(values: Any, source: str) -> _Part:
         return from_json(_Part, bounded_json.loads(files.read(values)) if isinstance(values, Path) else values)
     except (OSError, ValueError, BadMessage) as error:
         problem = f"{source} cannot be read ({type(error).__name__}: {error})"
-        raise UserError(problem, "choose another look with --look") from error
+        raise UserError(problem, "choose another inspection with --inspection") from error
 
 
 # --- runs of replicas ------------------------------------------------------------------------------------------------
@@ -139,11 +141,11 @@ def _replica(run: Path) -> int | None:
 
 
 def together(found: Iterable[tuple[float, int, int]]) -> list[dict[int, int]]:
-    """Return which looks are those of one moment, the oldest first: looks at different replicas, none long after the
-    first of them, as replica -> number.
+    """Return which inspections are those of one moment, the oldest first: inspections of different replicas, none long
+    after the first of them, as replica -> number.
 
     Args:
-        found: (time in seconds since 1970, replica, number) of each look.
+        found: (time in seconds since 1970, replica, number) of each inspection.
     """
     moments: list[dict[int, int]] = []
     began = 0.0
@@ -155,8 +157,9 @@ def together(found: Iterable[tuple[float, int, int]]) -> list[dict[int, int]]:
     return moments
 
 
-def stored(run: Path) -> dict[int, Callable[[], Look]]:
-    """Return number -> function that reads it, for each stored look; one at replicas is at those of the same moment."""
+def stored(run: Path) -> dict[int, Callable[[], Inspection]]:
+    """Return number -> function that reads it, for each stored inspection; one at replicas is at those of the same
+    moment."""
     if not (own := replicas(run)):
         return {number: partial(read, run, number) for number in numbers(run)}
     taken = [
@@ -165,11 +168,11 @@ def stored(run: Path) -> dict[int, Callable[[], Look]]:
         for number in numbers(folder)
         if (wall := _taken_at(folder, number)) is not None
     ]
-    return {number: partial(read_together, run, looks) for number, looks in enumerate(together(taken), 1)}
+    return {number: partial(read_together, run, inspections) for number, inspections in enumerate(together(taken), 1)}
 
 
 def _taken_at(folder: Path, number: int) -> float | None:
-    """Return the time of a look, without reading the whole of it; None if that cannot be told."""
+    """Return the time of an inspection, without reading the whole of it; None if that cannot be told."""
     for file in sorted((folder / _FOLDER / f"{number:04d}").glob("*.json")):
         try:
             with file.open("rb") as content:
@@ -180,18 +183,18 @@ def _taken_at(folder: Path, number: int) -> float | None:
     return None
 
 
-def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ()) -> Look:
-    """Return one look at the replicas of a run.
+def read_together(run: Path, inspections: Mapping[int, int], lost: Iterable[int] = ()) -> Inspection:
+    """Return one inspection of the replicas of a run.
 
     Args:
         lost: replicas that were asked and have not answered.
 
     Raises:
-        UserError: a look does not exist, or cannot be read.
+        UserError: an inspection does not exist, or cannot be read.
     """
     known = replicas(run)
-    found = {replica: _read(known[replica], number) for replica, number in looks.items()}
-    wall = max((look.wall for look in found.values()), default=0.0)
+    found = {replica: _read(known[replica], number) for replica, number in inspections.items()}
+    wall = max((seen.wall for seen in found.values()), default=0.0)
     return combine(found, lost, known, _server(run, wall))
 
 
@@ -210,7 +213,7 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
 
 
 def _server(run: Path, wall: float) -> Rank | None:
-    """Return what is known of the quorum server's process at the time of a look."""
+    """Return what is known of the quorum server's process at the time of an inspection."""
     best: tuple[float, Any] | None = None
     for values in entries(run / _FOLDER / _SERVER):
         try:
@@ -233,24 +236,24 @@ _PAUSE_S = 0.05
 _ASKED = "asked for by ft diagnose hang"
 
 
-def looks_of(folder: Path, number: int | None, wanted: int, every_s: float) -> list[Look]:
-    """Return looks at a run.
+def inspections_of(folder: Path, number: int | None, wanted: int, every_s: float) -> list[Inspection]:
+    """Return inspections of a run.
 
     Args:
         folder: folder of the run, of a run of replicas, or of one replica.
-        number: number of the stored look to read if no new one is wanted or comes; None: the newest.
-        wanted: number of looks to ask a run for that is under way. A run of replicas is asked at least twice, because
-            some replicas may hang while others train on.
+        number: number of the stored inspection to read if no new one is wanted or comes; None: the newest.
+        wanted: number of inspections to ask a run for that is under way. A run of replicas is asked at least twice,
+            because some replicas may hang while others train on.
         every_s: seconds between two of them.
 
     Raises:
-        UserError: there is no look to read, or it cannot be read.
+        UserError: there is no inspection to read, or it cannot be read.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", "give the folder that was given to ft run as --run-dir")
     own = replicas(folder)
     live = {replica: one for replica, one in (own or {0: folder}).items() if wanted and _is_live(one)}
-    taken: list[Look] = []
+    taken: list[Inspection] = []
     lost: set[int] = set()
     for at in range(max(2 if own else 1, wanted) if live else 0):
         if at:
@@ -268,25 +271,25 @@ def looks_of(folder: Path, number: int | None, wanted: int, every_s: float) -> l
     known = stored(folder)
     if not known:
         raise UserError(
-            f"{folder} contains no look at its workers",
-            "looks are taken before a time limit passes, or when this command runs while the run does",
+            f"{folder} contains no inspection of its workers",
+            "inspections are made before a time limit passes, or when this command runs while the run does",
         )
     number = max(known) if number is None else number
     if number not in known:
-        raise UserError(f"{folder} has no look {number}", f"it has looks {spans(known)}")
+        raise UserError(f"{folder} has no inspection {number}", f"it has inspections {spans(known)}")
     return [known[number]()]
 
 
 def _is_live(folder: Path) -> bool:
     try:
         return load(folder).state == NOT_ENDED
-    except UserError:  # the folder has no events; a look may have been stored
+    except UserError:  # the folder has no events; an inspection may have been stored
         return False
 
 
 def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
-    """Ask runs, or all replicas of one, for a look at the same time; return replica -> number of its look, for those
-    that have answered.
+    """Ask runs, or all replicas of one, for an inspection of the same time; return replica -> number of its inspection,
+    for those that have answered.
     """
     known = {replica: set(numbers(folder)) for replica, folder in folders.items()}
     nodes = {replica: _nodes(read_status(folder)) for replica, folder in folders.items()}
@@ -294,7 +297,7 @@ def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
         try:
             want(folder, _ASKED)
         except OSError as error:
-            fix = "read a stored look with --stored"
+            fix = "read a stored inspection with --stored"
             raise UserError(f"{folder} cannot be written: {error.strerror}", fix) from error
     found: dict[int, int] = {}
     deadline = until = time.monotonic() + _PATIENCE_S
@@ -313,7 +316,7 @@ def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
 
 
 def _nodes(status: Mapping[str, Any]) -> set[str]:
-    """Return the nodes of which a worker holds a logical rank; only these store a part of a look."""
+    """Return the nodes of which a worker holds a logical rank; only these store a part of an inspection."""
     seats = status.get("seats")
     return {str(seat.get("node")) for seat in seats.values()} if isinstance(seats, dict) else set()
 

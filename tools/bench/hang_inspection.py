@@ -1,11 +1,11 @@
-"""Measure what it costs to be able to say why a run hangs: remembering operations, and taking a look.
+"""Measure what it costs to be able to say why a run hangs: remembering operations, and making an inspection.
 
-    python tools/bench/hang_look.py
+    python tools/bench/hang_inspection.py
 
 Prints one JSON line. `remember_us` is the time to remember one communication operation (sizes, line of the call,
 number), beside `all_reduce_us`, that of the smallest all-reduce over gloo between two ranks of this machine, so `share`
-is the most that it can add to an operation. `look_ms` is the time that a rank needs to say what it is doing, after two
-steps of 2,000 operations each; it is spent only when a run seems to hang.
+is the most that it can add to an operation. `inspection_ms` is the time that a rank needs to say what it is doing,
+after two steps of 2,000 operations each; it is spent only when a run seems to hang.
 """
 
 import json
@@ -28,22 +28,22 @@ ROUNDS, WARM_UP, OPERATIONS = 15, 3, 2000
 def measure() -> None:
     """Measure in one of two ranks; rank 0 publishes the result."""
     dist.init_process_group("gloo")
-    gloo, (remember, look) = all_reduces(), looks()
+    gloo, (remember, inspection) = all_reduces(), inspections()
     if dist.get_rank() == 0:
         in_ranks.publish(
             {
                 "remember_us": spread(remember),
                 "all_reduce_us": spread(gloo),
                 "share": round(statistics.median(remember) / statistics.median(gloo), 4),
-                "look_ms": spread(look),
+                "inspection_ms": spread(inspection),
             }
         )
     dist.destroy_process_group()
 
 
-def looks() -> tuple[list[float], list[float]]:
-    """Return the microseconds to remember an operation, and the milliseconds of a look, one value per round."""
-    remember, look = [], []
+def inspections() -> tuple[list[float], list[float]]:
+    """Return the microseconds to remember an operation, and the milliseconds of an inspection, one value per round."""
+    remember, inspection = [], []
     tensor = torch.ones(4, 8)
 
     class Work(SimpleNamespace):
@@ -61,8 +61,8 @@ def looks() -> tuple[list[float], list[float]]:
         began = time.perf_counter()
         operations, departed = history.operations(lambda entry: (True, False)), history.departure()
         json.dumps([to_json(operations), to_json(departed), to_json(running_threads())])
-        look.append((time.perf_counter() - began) * 1e3)
-    return remember[2 * WARM_UP :], look[WARM_UP:]
+        inspection.append((time.perf_counter() - began) * 1e3)
+    return remember[2 * WARM_UP :], inspection[WARM_UP:]
 
 
 def all_reduces() -> list[float]:

@@ -1,10 +1,11 @@
 """What is known of every rank at one moment: a snapshot from which the wait-for graph of a hang follows.
 
-``Look`` is that snapshot. Operations have one name each, where torch has several by release, interface and recorder;
-the stacks of threads are read from what :mod:`faulthandler` writes; and a rank's present step is compared with its step
-before, because a training step starts the same operations in the same order every time. A rank that leaves one out,
-adds one or swaps two departs from this; a rank that only waits for it has started the beginning of its usual step.
-Steps differ without a fault, too (an evaluation, a batch that grows), but then all ranks of a group depart together.
+``Inspection`` is that snapshot. Operations have one name each, where torch has several by release, interface and
+recorder; the stacks of threads are read from what :mod:`faulthandler` writes; and a rank's present step is compared
+with its step before, because a training step starts the same operations in the same order every time. A rank that
+leaves one out, adds one or swaps two departs from this; a rank that only waits for it has started the beginning of its
+usual step. Steps differ without a fault, too (an evaluation, a batch that grows), but then all ranks of a group depart
+together.
 """
 
 import re
@@ -25,7 +26,7 @@ SERVED = frozenset({QUORUM, FETCH})
 is nobody's fault."""
 
 SERVER = -1
-"""Rank under which a look at a run of replicas knows the quorum server."""
+"""Rank under which an inspection of a run of replicas knows the quorum server."""
 
 SKIPPED, SWAPPED, ADDED, CHANGED = "skipped", "swapped", "added", "changed"
 """How a rank departs from its program: it left an operation out, took two in the other order, started one more, or
@@ -189,20 +190,20 @@ def united(parts: Iterable[Mapping[str, Across]]) -> dict[str, Across]:
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """What all ranks say at one moment.
 
     Attributes:
         ranks: logical rank -> what it says. A member of a group that is not here is unknown.
         groups: name of a process group -> logical ranks of its members.
         wall: when, in seconds since 1970; 0 where unknown.
-        across: name of a group of ranks of several replicas -> its members, in a look at one replica. The peers of
-            messages in such a group are numbers of replicas.
-        places: rank -> its replica and its logical rank there, in a look at several replicas
+        across: name of a group of ranks of several replicas -> its members, in an inspection of one replica. The peers
+            of messages in such a group are numbers of replicas.
+        places: rank -> its replica and its logical rank there, in an inspection of several replicas
             (:func:`ft.faults.hang.replicas.combine`), whose ranks are numbered through. Empty in others.
-        home: the replica of which the look is, if it is that of one replica only.
-        takers: replicas that have taken the look by themselves because a limit passed, so that the others were asked.
-            Empty if a person has asked all of them.
+        home: the replica of which the inspection is, if it is that of one replica only.
+        takers: replicas that have made the inspection by themselves because a limit passed, so that the others were
+            asked. Empty if a person has asked all of them.
         unasked: replicas that were not asked, or are just being started, so that nothing is known of their ranks.
         hosts: node -> host name, for the nodes of a run without replicas; empty where unknown.
     """
@@ -329,7 +330,7 @@ def departure(before: Sequence[T], now: Sequence[T]) -> tuple[str, T, T] | None:
 
     Returns:
         (kind, the operation that was due, the operation that was started instead); see
-        :class:`ft.faults.hang.look.Departure`.
+        :class:`ft.faults.hang.inspection.Departure`.
     """
     if not before:
         return None
