@@ -1,5 +1,6 @@
-"""ft check: what it says about a launch line, as text and as JSON."""
+"""ft check: what it says about a launch line, as text and as JSON; and that each flag has a help text of its own."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from megatron_lm_trees import trees
 
 from ft import cli
 from ft.base.checkout import CHECKOUT
-from megatron.ft_trainer.arguments import needs
+from ft.base.options import field_docs, spellings
+from megatron.ft_trainer import arguments
+from megatron.ft_trainer.arguments import Options, needs
 
 TRAINER = str(CHECKOUT / "pretrain_gpt.py")
 LINE = (
@@ -175,3 +178,18 @@ def test_another_script_is_refused(name, tmp_path, capsys):
     (tmp_path / "other.py").write_text("print(1)\n")
     assert cli.main(["check", str(tmp_path / name), "--num-layers", "2"]) == 2
     assert "fix:" in capsys.readouterr().err
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_help_text_and_a_flag_of_its_own():
+    seen = {}
+    for concern in dataclasses.fields(Options):
+        docs = field_docs(concern.default_factory)
+        for f in dataclasses.fields(concern.default_factory):
+            assert docs.get(f.name) or concern.name == "core", f"{concern.name}.{f.name} has no docstring"
+            for spelling in [s for group in spellings(f) for s in group]:
+                assert spelling not in seen, f"{spelling} is both {seen[spelling]} and {f.name}"
+                seen[spelling] = f.name
+    assert "--num-layers" in arguments.help_text()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from fault_bundles import BUNDLES, ELSEWHERE
 
-from ft.base import events
 from ft.cli import main
 from ft.faults import Fault, parse, read_scenario, schedule
 from ft.faults.faults import OF_CONTROL, OF_NODE
@@ -28,8 +27,7 @@ from ft.faults.table import (
     WORKER,
     row_of,
 )
-from ft.faults.worker import ACTS, IN_TRAINING, ChunkFilter, Reports
-from ft.job import messages as m
+from ft.faults.worker import ACTS, IN_TRAINING
 from ft.systems.hot_swap.recovery_manager import _ACTS as SESSION_ACTS
 from ft.worker.session import surroundings
 from megatron.ft_trainer.arguments import parse as parse_flags
@@ -105,42 +103,6 @@ def test_the_command_prints_every_kind_and_key(capsys):
 
 
 # --- disturbed messages ----------------------------------------------------------------------------------------------
-
-
-def sent(kind: str, chunks: int) -> list[tuple[bytes, bytes]]:
-    disturb = ChunkFilter(kind, 0.0)
-    pieces = [[bytes([index]), bytes([index, index])] for index in range(chunks)]
-    return [tuple(map(bytes, one)) for index in range(chunks) for one in disturb(index, chunks, pieces[index])]
-
-
-def test_frames_on_their_way():
-    plain = [(bytes([i]), bytes([i, i])) for i in range(3)]
-    assert sent("delay-frames", 3) == plain
-    assert sent("lose-frame", 3) == plain[1:]
-    assert sent("duplicate-frame", 3) == [plain[0], *plain]
-    assert sent("reorder-frames", 3) == [plain[1], plain[0], plain[2]]
-    assert sent("reorder-frames", 1) == plain[:1]
-    assert sent("corrupt-frame", 3) == [(b"\0", b"\0\1"), *plain[1:]]
-
-
-def test_reports_on_their_way_and_afterwards():
-    now = 0.0
-    for kind, expected in (
-        ("lose-reports", [[], [], [], [4]]),
-        ("duplicate-reports", [[1, 1], [2, 2], [3, 3], [4]]),
-        ("reorder-reports", [[], [2, 1], [], [4, 3]]),
-    ):
-        now = 0.0
-        disturb = Reports(kind, 1.0, clock=lambda: now)  # noqa: B023 - called before the next one is made
-        found = [disturb(number) for number in (1, 2, 3)]
-        now = 1.5
-        assert [*found, disturb(4)] == expected
-
-
-@pytest.mark.parametrize("kind", ["lose-reports", "duplicate-reports", "reorder-reports", "delay-reports"])
-def test_the_report_that_a_fault_is_injected_passes_every_fault_of_reports(kind):
-    disturb, injected = Reports(kind, 1.0, clock=lambda: 0.0), m.Observed(events.FAULT_INJECTED, {"number": 2})
-    assert disturb(injected) == [injected]
 
 
 def test_a_fault_in_a_recovery_waits_for_one_and_reaches_whoever_has_just_joined():

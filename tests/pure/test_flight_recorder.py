@@ -122,22 +122,6 @@ def test_a_pickle_that_wants_to_call_something_is_refused_and_calls_nothing(tmp_
     assert not target.exists()
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"", "cannot be read"),
-        (b"\x80\x04garbage", "cannot be read"),
-        (b'{"entries": 3}', "it has no entries"),
-        (b'{"entries": [], "version": "9.0"}', "has the format 9.0"),
-        (pickle.dumps([1, 2]), "it has no entries"),
-    ],
-)
-def test_what_is_no_dump_is_refused(tmp_path, data, says):
-    (tmp_path / "trace_0").write_bytes(data)
-    with pytest.raises(UserError, match=says):
-        read(tmp_path)
-
-
 def test_a_folder_without_dumps_or_with_two_of_one_rank_is_refused(tmp_path):
     with pytest.raises(UserError, match="contains no dump"):
         read(tmp_path)

@@ -1,11 +1,13 @@
-"""Streams of samples: whatever happens to the replicas, every sample once."""
+"""FT-HSDP: every sample once, whatever happens to the replicas; and what replicas find who compare their digests."""
 
 import random
 
 import numpy
 import pytest
+import torch
 
-from ft.systems.hsdp.samples import Order, SampleAssignment, SampleStream, merged
+from ft.systems.hsdp.exchange import compare, table
+from ft.systems.hsdp.samples import SampleAssignment, SampleStream
 
 SEEDS = range(40)
 
@@ -31,26 +33,11 @@ def run_of(seed: int) -> tuple[SampleAssignment, dict[int, int], list[int], int,
     return assignment, positions, taken, step, rng
 
 
-def test_without_faults_a_step_is_one_contiguous_batch_in_the_order_of_the_replicas():
-    streams = SampleAssignment(3, 4).streams()
-    for step in range(5):
-        samples = [stream.index(step * 4 + i) for stream in streams for i in range(4)]
-        assert samples == list(range(step * 12, (step + 1) * 12))
-
-
 def test_the_streams_of_all_replicas_are_every_sample_once():
     for replicas, block in [(1, 1), (2, 3), (5, 4), (12, 7)]:
         streams = [SampleStream(replica, replicas, block) for replica in range(replicas)]
         samples = numpy.concatenate([stream.index(numpy.arange(block * 9)) for stream in streams])
         assert sorted(samples.tolist()) == list(range(replicas * block * 9))
-
-
-def test_a_replica_that_was_away_goes_on_where_it_was():
-    assignment = SampleAssignment(3, 2)
-    assert [assignment.stream(1).index(p) for p in (0, 1, 2, 3)] == [2, 3, 8, 9]
-    streams = assignment.after({0: 6, 1: 2, 2: 6}, 0, 3, 1)[0].streams()
-    dealt = [streams[i % 3].index(i // 3) for i in range(8)]
-    assert dealt == [8, 9, 14, 15, 18, 19, 20, 21]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -88,12 +75,6 @@ def test_an_assignment_comes_back_from_its_values(seed):
     assert again.taken(positions).tolist() == assignment.taken(positions).tolist()
 
 
-def test_the_same_number_of_replicas_and_block_goes_on_as_before():
-    assignment = SampleAssignment(3, 2)
-    assert assignment.after({0: 4, 1: 2}, 2, 3, 2) == (assignment, {0: 4, 1: 2, 2: 0})
-    assert assignment.after({}, 0, 5, 2) == (SampleAssignment(5, 2), dict.fromkeys(range(5), 0))
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_the_data_reach_as_far_as_any_stream_can(seed):
     rng = random.Random(seed)
@@ -106,19 +87,6 @@ def test_the_data_reach_as_far_as_any_stream_can(seed):
     assert later.needed(5, batch) == 0
 
 
-def test_a_million_steps_are_quick_to_assign_anew():
-    assignment, _ = SampleAssignment(12, 4).after({r: 4_000_000 if r else 4_000 for r in range(12)}, 1_000_000, 11, 4)
-    assert assignment.order.left_over == 4_000_000 - 4_000
-    assert assignment.stream(3).index(10**9) > 10**10 - 10**9
-
-
-def test_an_order_without_leftovers_and_places_below_a_sample():
-    order = Order(numpy.array([[3, 5], [9, 10]]), 20)
-    assert order.samples(numpy.arange(5)).tolist() == [3, 4, 9, 20, 21]
-    assert [order.places_below(s) for s in (0, 3, 4, 9, 10, 20, 22)] == [0, 0, 1, 2, 3, 3, 5]
-    assert merged(numpy.array([[5, 7], [1, 3], [3, 5], [9, 9], [2, 4]])).tolist() == [[1, 7], [9, 9]]
-
-
 def test_streams_are_leveled_without_a_sample_lost_or_doubled():
     assignment, positions = SampleAssignment(3, 2), {0: 8, 1: 4, 2: 8}
     level, begin = assignment.leveled(positions, 4)
@@ -127,3 +95,51 @@ def test_streams_are_leveled_without_a_sample_lost_or_doubled():
     to_come = [level.stream(replica).index(at) for replica in range(3) for at in range(12)]
     assert len({*taken, *to_come}) == len(taken) + len(to_come)
     assert set(range(20 + 3 * 8)) <= {*taken, *to_come}
+
+
+# --- digests of models and sums ---------------------------------------------------------------------------------------
+
+
+GOOD, BAD, WORSE = (
+    torch.tensor([first, second]) for first, second in ((-(2**63), 2**63 - 1), (5, -1), (-(2**63), 2**63 - 2))
+)
+
+
+def summed(models, sums):
+    count = len(models)
+    return sum(table(count, place, model, total) for place, (model, total) in enumerate(zip(models, sums, strict=True)))
+
+
+def verdicts(models, sums=None):
+    rows = summed(models, sums or [GOOD] * len(models))
+    return [compare(rows, place) for place in range(len(models))]
+
+
+def test_equal_members_commit():
+    assert not any(each.problem or each.is_stale for each in verdicts([GOOD] * 3))
+
+
+def test_a_member_that_catches_up_has_no_model_to_compare():
+    assert not any(each.problem for each in verdicts([GOOD, None, GOOD]))
+
+
+@pytest.mark.parametrize(
+    ("models", "stale"),
+    [
+        ([GOOD, BAD, GOOD], [1]),
+        ([GOOD, WORSE, GOOD], [1]),  # one bit
+        ([BAD, GOOD, None, GOOD], [0]),
+        ([GOOD, BAD], [0, 1]),
+        ([GOOD, BAD, WORSE], [0, 1, 2]),
+        ([GOOD, GOOD, BAD, BAD], [0, 1, 2, 3]),
+    ],
+)
+def test_members_whose_model_is_not_the_majoritys_are_stale(models, stale):
+    found = verdicts(models)
+    assert len({each.problem for each in found}) == 1 and found[0].problem
+    assert [place for place, each in enumerate(found) if each.is_stale] == stale
+
+
+def test_different_sums_are_no_members_fault():
+    found = verdicts([GOOD] * 3, [GOOD, GOOD, BAD])
+    assert all("different sums" in each.problem and not each.is_stale for each in found)

@@ -86,16 +86,6 @@ def test_a_plan_of_any_length_reaches_the_workers_through_a_file(tmp_path):
         inject.planned({"FT_FAULTS": str(tmp_path / "none.json")})
 
 
-@pytest.mark.parametrize("text", ["[", '[{"number": 1, "sort": "kill"}]', "[3]"])
-def test_a_broken_environment_is_said(text):
-    with pytest.raises(UserError, match="not a list of planned faults"):
-        from_json(text)
-
-
-def test_no_faults_in_the_environment():
-    assert inject.planned({}) == inject.planned({"FT_FAULTS": ""}) == from_json("[]") == []
-
-
 # --- what has not happened --------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from ft.adapters.megatron_lm import refusals
 from ft.base.checkout import CHECKOUT
@@ -143,41 +142,6 @@ def test_ft_check_says_that_a_mode_is_refused(mode, flag, checkout):
         lacking = {each["name"]: of_answer(each["needs"]) for each in unprotected.protections}
         for name in set(mode.protections) & set(lacking):
             assert says(lacking[name], mode, flag, name)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--fp8-format hybrid --fp8-recipe tensorwise",
-        "--fp8-format e4m3 --fp8-recipe blockwise",
-        "--fp8-format e4m3 --fp8-recipe=mxfp8",
-        "--bf16 --use-precision-aware-optimizer",
-        "--moe-token-dispatcher-type flex",
-        "--moe-token-dispatcher-type alltoall --num-experts 4",
-        "--cuda-graph-impl none",
-    ],
-)
-def test_what_can_be_protected_is_not_refused(flags):
-    options = arguments.parse(f"{LINE} {flags}")
-    view, _ = checkouts._view(flags.split(), SimpleNamespace(), 1)
-    assert not [*table.refused_modes(options.core, table.TABLE), *table.refused_modes(view.core, table.TABLE)]
-
-
-def test_half_precision_in_the_optimizer_which_only_nvidias_trainer_has_is_not_refused():
-    flags = (
-        "--bf16 --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
-    )
-    view, _ = checkouts._view(flags.split(), SimpleNamespace(), 1)
-    assert view.core.use_precision_aware_optimizer and not [*table.refused_modes(view.core, table.TABLE)]
-
-
-def test_types_of_parsed_arguments_are_those_of_the_flags():
-    parsed = {"use_precision_aware_optimizer": True, "bf16": True, "nccl_ub": False, "main_params_dtype": torch.float32}
-    for kind, refused in ((torch.uint8, True), (torch.float16, False), (torch.bfloat16, False)):
-        core = SimpleNamespace(**parsed, exp_avg_dtype=kind)
-        assert [problem.split()[0] for problem, _ in table.refused_modes(core, table.TABLE)] == (
-            ["--exp-avg-dtype"] if refused else []
-        )
 
 
 class Noting(Layer):

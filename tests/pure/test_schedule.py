@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from waiting import at_once
 
-from ft.base.errors import UserError
-from ft.systems.schedule.check import ScheduleDeadlock, check, in_flight, play, run
+from ft.systems.schedule.check import ScheduleDeadlock, check, play, run
 from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, orders, plan, weaves
 from ft.systems.schedule.kinds import half_swapped, insert_messages
 from ft.systems.schedule.program import Program, Routes, Unit, swapped
@@ -27,30 +26,6 @@ def broken(program: Program, **more) -> set[str]:
 
 def length(unit: Unit) -> float:
     return 2.0 if unit.backward else 1.0
-
-
-@pytest.mark.parametrize(
-    "kind, bubbles, held",
-    [
-        ("1f1b", 0.172, 6),
-        ("half-half", 0.200, 6),
-        ("woven", 0.172, 8),
-        ("interleaved", 0.094, 8.5),
-    ],
-)
-def test_bubbles_at_6_stages_and_24_microbatches(kind, bubbles, held):
-    found = plan(kind, Shape(6, 24))
-    assert found.valid and found.bubble == pytest.approx(bubbles, abs=5e-4) and max(found.in_flight) == held
-
-
-@pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 9, 12, 15])
-def test_woven_costs_what_1f1b_costs(stages):
-    """Less at 4 stages, where both halves enter and leave at once; one unit of f more at odd numbers from 7."""
-    microbatches = 2 * stages
-    more = -3 if stages == 4 else 1 if stages % 2 and stages > 5 else 0
-    found = plan("woven", Shape(stages, microbatches))
-    assert found.valid and found.ran.end == 3 * (microbatches + stages - 1) + more
-    assert max(found.in_flight) <= stages + 2
 
 
 @pytest.mark.parametrize("stages", range(4, 11))
@@ -75,13 +50,6 @@ def test_every_schedule_of_any_shape_may_run(rng):
             least = (shape.microbatches + shape.stages - 2) * (f + b)
             assert found.ran.end >= least - 1e-9
         assert best(planned).ran.end == pytest.approx(min(found.ran.end for found in planned if found.valid))
-
-
-def test_what_a_stage_may_hold_decides_which_is_best():
-    assert plan(BEST, Shape(6, 24)).kind == "woven"
-    assert plan(BEST, Shape(6, 24, most_in_flight=6)).kind == "half-half"
-    with pytest.raises(UserError, match="no schedule"):
-        plan(BEST, Shape(6, 24, most_in_flight=2))
 
 
 def test_no_way_of_timing_deadlocks_a_schedule_or_lets_messages_cross(rng):
@@ -173,14 +141,6 @@ def test_two_stages_that_both_send_first_deadlock():
     both = replace(program, stages=tuple(map(tuple, apart)))
     exchanged = any(len(step) > 1 for steps in program.stages for step in steps if not isinstance(step, Unit))
     assert ("no deadlock" in broken(both)) == exchanged
-
-
-def test_memory_is_checked_by_stage():
-    found = plan("woven", Shape(6, 24))
-    held = in_flight(found.program)
-    assert held == [8, 8, 5, 4, 2, 2]
-    assert not broken(found.program, most_in_flight=held)
-    assert broken(found.program, most_in_flight=[8, 7, 5, 4, 2, 2]) == {"memory"}
 
 
 @pytest.mark.parametrize("stages", [4, 5, 6, 8, 10])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spare_flow import least_cost, least_stack
 
+from ft import cli
 from ft.base.errors import UserError
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.placement import Placement
@@ -270,3 +271,28 @@ def test_the_state_of_another_version_is_refused(spoil):
     spoil(state)
     with pytest.raises(UserError, match="saved state"):
         Controller.restore(state)
+
+
+# --- ft plan spare reorder, of which the rest is in conversations/plan/spare.txt --------------------------------------
+
+
+def plan(words: str, capsys):
+    assert cli.main(["plan", "spare", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_reorder_answers_with_the_decision(capsys):
+    found = plan("reorder --groups 20 --redundancy 4 --failed 1,2,5", capsys)
+    assert set(found) == {"stack", "moves", "wipe_out", "phase", "patch_types", "time_ms"}
+    assert (found["stack"], found["phase"], found["wipe_out"], found["patch_types"]) == (2, 2, [], [1, 2, 5])
+    assert [set(move) for move in found["moves"]] == [{"group", "type", "from", "to"}]
+    lost = plan("reorder --groups 7 --redundancy 3 --failed 0..4", capsys)
+    assert lost["wipe_out"] == [3, 4] and lost["moves"] == []
+
+
+@pytest.mark.parametrize(
+    "words", ["--groups 20 --redundancy 4 --failed 1,2,5", "--groups 7 --redundancy 3 --failed 0..4"]
+)
+def test_people_get_text(words, capsys):
+    assert cli.main(["plan", "spare", "reorder", *words.split()]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 3
