@@ -12,14 +12,11 @@ from harness import processes
 from pythons import environment
 from waiting import eventually
 
-from ft.job.agent.control_plane import GIVE_UP, RENEW, WAIT, ControlPlaneView, decide
 from ft.job.agent.options import Script
 from ft.job.agent.pool import PoolBroken, WarmPool
-from ft.job.control.timeouts import Timeouts
 from ft.platform.processes import Standstill
 from ft.platform.supervisor import Supervisor
 
-QUICK = Timeouts(stuck_s=1.5)
 START = """
 import sys
 sys.path.remove("")  # a torch.py of the test's is for the pool alone
@@ -141,26 +138,6 @@ def test_requests_that_the_pool_did_not_take_at_once_go_out_later(tmp_path):
         pool.close()
         pool.process.wait(DEADLINE_S)
     assert [name for name, _ in born] == [f"n0.w{number}" for number in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("idle_s", "before", "what"),
-    [(1.0, 0, WAIT), (2.0, 0, RENEW), (2.0, 1, RENEW), (2.0, 2, GIVE_UP)],
-)
-def test_what_follows_from_a_control_plane_that_gets_nowhere(idle_s, before, what):
-    view = ControlPlaneView(silent_s=30.0, lease_s=0.1, serving_s=None, turn=0, idle_s=idle_s, idle_starts=before)
-    assert decide(view, QUICK)[0] == what
-
-
-def test_an_agent_that_was_never_answered_ends_the_run_and_says_so():
-    def found(seconds):
-        return decide(ControlPlaneView(seconds, 0.1, serving_s=seconds, turn=1, taken_in=False), QUICK)
-
-    assert found(QUICK.away_s - 1.0)[0] == WAIT, "it is early: no rank of its node can be given to others"
-    assert found(QUICK.away_s + 1.0) == (
-        GIVE_UP,
-        "the control plane serves, and has not answered this node for 121 s",
-    )
 
 
 def test_random_faults_start_however_many_are_planned(ft_run, tmp_path):

@@ -12,58 +12,19 @@ import small_runs as runs
 import torch
 from ft_runs import flags, ft_run
 
-from ft.base.errors import UserError
 from ft.faults import flip as flips
-from ft.faults import from_json, parse, schedule, to_json
 from ft.faults.flip import CHECKER, PRIMARY, REPEAT, STUCK, Flip
 from ft.systems.dmr.plan import trace
 from ft.systems.dmr.runtime import mode
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.injection import Falsifier, bits_of, flip_bit, force_bit, planned_flips
+from ft.systems.dmr.runtime.injection import Falsifier, bits_of, flip_bit, force_bit
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools" / "experiments"))
-
-
-def planned(text: str, seed: int = 0):
-    return schedule(parse(text), 4, ["n0", "n1"], seed)
-
-
-def test_flips_survive_the_way_to_a_worker():
-    faults = planned("bit-flip@step=3:rank=1:operator=mm:bit=30:mode=repeat:probability=0.1")
-    assert from_json(to_json(faults)) == faults
-    assert len(planned("bit-flip@every=exponential(mean=1s):count=3:rank=random")) == 3
-
-
-def test_what_is_drawn_follows_the_seed():
-    text = "bit-flip@step=1:rank=random,bit-flip@step=2:rank=random"
-    assert planned(text, 5) == planned(text, 5)
-    assert planned(text, 5) != planned(text, 6)
-    first, second = planned(text, 5)
-    assert first.flip.seed != second.flip.seed
-
-
-@pytest.mark.parametrize("text", ["kill@step=1:rank=0", "bit-flip@time=1s:rank=0", "bit-flip@step=1:node=n0"])
-def test_the_trainers_flag_takes_bit_flips_at_steps_only(text):
-    assert planned_flips(["bit-flip@step=1:rank=0"], 2, 0)
-    with pytest.raises(UserError, match="ft run --inject"):
-        planned_flips([text], 2, 0)
 
 
 def test_names_are_those_of_the_runtime():
     assert flips.PHASES == trace.PHASES
     assert (PRIMARY, CHECKER) == (mode.PRIMARY, mode.CHECKER)
-
-
-def test_which_results_fit():
-    def fits(flip, operator="add_.Tensor", phase="forward", execution=PRIMARY):
-        return flip.fits(operator, phase, execution)
-
-    assert fits(Flip()) and fits(Flip("add_")) and fits(Flip("add_.Tensor")) and fits(Flip("ad*"))
-    assert not fits(Flip("add")) and not fits(Flip("add_.Scalar"))
-    assert not fits(Flip(phase="backward")) and not fits(Flip(execution=CHECKER))
-    assert fits(Flip("p2p"), "p2p", "backward", None)
-    assert not fits(Flip(), "p2p", "backward", None), "what is sent is no operator"
-    assert not fits(Flip("p2p"), "all-reduce", "backward", None)
 
 
 DTYPES = (

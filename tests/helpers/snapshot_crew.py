@@ -33,9 +33,9 @@ def is_at(live: RankState, step: int) -> bool:
 
 
 class Crew:
-    """Workers of one process: their servers, snapshots and live states."""
+    """Workers of one process: their servers, snapshots and live states, after ``steps``."""
 
-    def __init__(self, networks: Networks, world: int, copies: int = 1, patience_s: float = 10, timeout_s: float = 10):
+    def __init__(self, networks: Networks, world: int, copies=1, patience_s=10.0, timeout_s=10.0, steps=()):
         self.world, self.networks = world, networks
         self.servers = [SnapshotServer(networks.of(rank), patience_s=patience_s) for rank in range(world)]
         self.snaps = [
@@ -45,6 +45,8 @@ class Crew:
         self.live = [state(0) for _ in range(world)]
         self.addresses = {r: server.address for r, server in enumerate(self.servers)}
         self.place()
+        for step in steps:
+            self.step(step)
 
     def place(self):
         for snaps in self.snaps:

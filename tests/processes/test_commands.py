@@ -66,7 +66,6 @@ def test_the_loss_curve_is_drawn(trained):
     ("words", "part"),
     [
         (["pretrain_gpt.py", "--reference-trainer", "--hiden-size", "3"], "did you mean --hidden-size?"),
-        (["pretrain_gpt.py", "--reference-trainer", "--num-layers", "2"], "--hidden-size is missing"),
         (["tools/generate_text.py", "--load", "nowhere"], "no complete checkpoint"),
         (["tools/plot_loss.py", "--metrics", "nowhere", "--output", "x.png"], "nowhere"),
     ],

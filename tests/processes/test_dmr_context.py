@@ -21,20 +21,19 @@ def steps(more: str) -> dict:
     return found
 
 
-def test_the_planted_attention_is_right(ranks):
-    [whole] = ranks(steps, 1, "")
-    for half in ranks(steps, 2, "--context-parallel-size 2 "):
-        assert half["off"].loss == pytest.approx(whole["off"].loss, rel=1e-5)
-        assert half["off"].grad_norm == pytest.approx(whole["off"].grad_norm, rel=1e-4)
-
-
 @pytest.mark.parametrize("more", ["", "--tensor-model-parallel-size 2 --sequence-parallel --bf16 ", FULL])
 def test_a_step_is_the_same_bit_for_bit(more, ranks):
     world = 4 if "tensor" in more else 2
-    for found in ranks(steps, world, f"--context-parallel-size 2 {more}", timeout=240):
+    halves = ranks(steps, world, f"--context-parallel-size 2 {more}", timeout=240)
+    for found in halves:
         for way in ("naive", "piggyback"):
             for step in found[way]:
                 assert (step.state, step.loss, step.grad_norm) == tuple(
                     getattr(found["off"], name) for name in ("state", "loss", "grad_norm")
                 ), way
             assert found[f"{way} covers"]["opaque"] and not found[f"{way} covers"]["unverified"]
+    if not more:  # the planted attention is right
+        [whole] = ranks(steps, 1, "")
+        for half in halves:
+            assert half["off"].loss == pytest.approx(whole["off"].loss, rel=1e-5)
+            assert half["off"].grad_norm == pytest.approx(whole["off"].grad_norm, rel=1e-4)

@@ -91,32 +91,20 @@ def _is_as_planned(coverage: dict, plan, stage: int, exactly: bool) -> None:
         assert coverage["late"] == 0
 
 
-@pytest.mark.parametrize(
-    "spoil, said",
-    [
-        (
-            lambda values: values["trace"]["fingerprint"].update(dp=2, micro_batch=4, microbatches=1),
-            "dp: planned for 2, the run has 1; micro_batch: planned for 4, the run has 2; "
-            "microbatches: planned for 1, the run has 4",
-        ),
-        (
-            lambda values: values["trace"]["fingerprint"].update(model="another"),
-            "the DMR plan was made for another run: model",
-        ),
-        (None, "is not JSON"),
-    ],
-)
-def test_a_plan_that_cannot_be_followed_is_refused_before_training(spoil, said, ranks, corpus, tmp_path, a_plan):
+def test_a_plan_of_another_run_is_refused_before_training(ranks, corpus, tmp_path, a_plan):
     path = tmp_path / "plan.json"
     values = json.loads(a_plan.read_text())
-    if spoil is not None:
-        spoil(values)
-    path.write_text(json.dumps(values) if spoil is not None else a_plan.read_text()[:5000])
+    values["trace"]["fingerprint"].update(model="another", dp=2, micro_batch=4, microbatches=1)
+    path.write_text(json.dumps(values))
     command = f"{runs.BASE} --data-path {corpus} {FULL} --ft-dmr-plan {path}"
     handle = ranks.start(runs.launch, 1, command, init=False)
     assert [each.exitcode for each in handle.wait(timeout=180)] == [2]
-    assert said in handle.output(0) and "fix:" in handle.output(0)
-    assert "iteration" not in handle.output(0)
+    assert "the DMR plan was made for another run: model: planned for 'another', the run has" in handle.output(0)
+    assert (
+        "dp: planned for 2, the run has 1; micro_batch: planned for 4, the run has 2; "
+        "microbatches: planned for 1, the run has 4"
+    ) in handle.output(0)
+    assert "fix:" in handle.output(0) and "iteration" not in handle.output(0)
 
 
 @pytest.fixture(scope="module")

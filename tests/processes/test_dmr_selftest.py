@@ -5,7 +5,6 @@ import json
 import pytest
 import small_runs as runs
 import torch
-from dmr_traces import pipeline_trace
 from harness import RankFailed
 
 from ft import cli
@@ -22,9 +21,7 @@ from ft.lab.reproducibility.probe import (
     as_text,
     as_values,
 )
-from ft.systems.dmr.plan.file import Unstable, read_plan, read_unstable, write_trace, write_unstable
-from ft.systems.dmr.plan.trace import UNCHECKED
-from ft.systems.schedule.kinds import Pipeline
+from ft.systems.dmr.plan.file import Unstable, read_unstable, write_unstable
 
 _library = torch.library.Library("planted", "FRAGMENT")
 _library.define("noise(Tensor x) -> Tensor")
@@ -158,39 +155,6 @@ def test_the_file_of_names_comes_back(tmp_path):
     assert read_unstable(tmp_path / "u.json") == found
     with pytest.raises(UserError, match="cannot be written"):
         write_unstable(tmp_path / "no" / "u.json", found)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (None, "cannot be read"),
-        ("{", "not JSON"),
-        ("[1]", "not a JSON object"),
-        ('{"version": 1, "operators": [1]}', "operators"),
-        ('{"version": 2, "operators": []}', "version 2"),
-    ],
-)
-def test_a_file_that_is_none_is_refused(tmp_path, text, problem):
-    path = tmp_path / "u.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=problem):
-        read_unstable(path)
-
-
-def test_a_plan_claims_nothing_for_them(tmp_path, capsys):
-    profile, out, names = (str(tmp_path / name) for name in ("prof.json", "plan.json", "u.json"))
-    trace = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
-    write_trace(tmp_path / "prof.json", trace)
-    unstable = trace.ops[0].name
-    write_unstable(tmp_path / "u.json", Unstable((unstable, "of another model"), "", ""))
-    words = ["dmr", "plan", profile, "--memory-budget", "6000", "--unstable", names, "--out", out]
-    assert cli.main(words) == 0
-    assert "NOT verified" in capsys.readouterr().out
-    found = read_plan(tmp_path / "plan.json")
-    sets = {op.name: found.assign[op.id].set for op in found.trace.ops}
-    assert {name for name, how in sets.items() if how == UNCHECKED} == {unstable}
-    assert cli.main([*words[:6], names + "x"]) == 2
 
 
 def selftest(*words: str) -> tuple[int, str]:

@@ -13,10 +13,9 @@ from waiting import eventually
 from ft.base.errors import UserError
 from ft.net.framed import FramedChannel, Mark
 from ft.state.fetch import BadState, FetchRefused, StateServer, fetch, fetch_envelope, shares
-from ft.state.fetch.client import failure
 from ft.state.fetch.server import Offer
 from ft.state.layout import FlatState, table_of
-from ft.state.transfer import Bad, Gone, Lost, Withdrawn
+from ft.state.transfer import Withdrawn
 
 MARK = Mark(0, STEP, LINEAGE)
 
@@ -40,35 +39,6 @@ def test_shares_are_even_by_bytes_and_cover_everything_once():
             assert sum(map(len, pieces)) == nbytes and (not pieces or pieces[-1].stop == nbytes)
             lengths = [sum(map(len, share)) for share in cut.values()]
             assert max(lengths) - min(lengths) <= 128
-
-
-def test_a_source_does_its_own_share_first_and_then_only_what_a_slow_one_has_not_begun():
-    piece, last = range(0, 10), range(10, 20)
-    own = shares.choose("a", 1.0, {"a": [piece], "b": [last]}, set(), {"a": 0, "b": 0})
-    assert own[0] == shares.Take(piece, "a")
-    slow, reason = shares.choose("a", 1.0, {"a": [], "b": [piece, last]}, {"b"}, {"a": 100, "b": 49})
-    assert slow == shares.Take(last, "b") and "49" in reason
-    assert shares.choose("a", 1.0, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 50})[0] == shares.Wait()
-    assert shares.choose("a", 0.1, {"a": [], "b": [last]}, {"b"}, {"a": 100, "b": 0})[0] == shares.Wait()
-    assert shares.choose("a", 1.0, {"a": [], "b": []}, {"b"}, {"a": 1, "b": 1})[0] == shares.Wait()
-    assert shares.choose("a", 1.0, {"a": [], "b": []}, set(), {"a": 1, "b": 1})[0] == shares.End()
-
-
-def test_what_a_source_leaves_goes_round_the_others():
-    pending = {"a": [range(10, 20), range(20, 30)], "b": [range(30, 40)], "c": []}
-    after, _ = shares.inherit("a", range(0, 10), pending)
-    assert set(after) == {"b", "c"}
-    assert sorted(piece.start for pieces in after.values() for piece in pieces) == [0, 10, 20, 30]
-    assert [len(pieces) for pieces in after.values()] == [2, 2]
-    assert shares.inherit("a", range(0, 10), {"a": []}) == ({}, "1 pieces of a go round 0 others")
-
-
-def test_a_state_is_bad_only_if_no_source_can_be_hoped_for():
-    assert isinstance(failure("it", {"a": Bad("x"), "b": Bad("y")}, ""), BadState)
-    assert isinstance(failure("it", {"a": Bad("x"), "b": Gone("y")}, ""), FetchRefused)
-    assert isinstance(failure("it", {"a": Bad("x"), "b": Lost("y")}, ""), FetchRefused)
-    assert isinstance(failure("it", {"a": Bad("x")}, "the time is up"), FetchRefused)
-    assert "there is no source" in str(failure("it", {}, ""))
 
 
 def test_any_range_of_the_layout_is_read_and_written_as_one_run_of_bytes():

@@ -60,6 +60,12 @@ class Service:
         self.until(lambda: self.term() > term, "no quorum.json")
         return self.server
 
+    def begin(self, **options):
+        """Serve two replicas; return the server, their leaders, and their first quorum."""
+        server = self.serve(2, **options)
+        clients = [self.client(replica) for replica in range(2)]
+        return server, clients, both(clients, [(0, 0)] * 2)
+
     def term(self):
         found = election.read(self.folder, QUORUM)
         return found.term if found is not None else -1
@@ -124,9 +130,7 @@ def after(quorum):
 
 
 def test_leaders_are_given_quorums_and_each_other_s_addresses(service):
-    service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    _, clients, quorum = service.begin()
     assert (quorum.number, quorum.healthy, quorum.lives) == (1, (0, 1), {0: 0, 1: 0})
     assert clients[0].rows(1, 0) == [{"ring": "ring 1.0", "fetch": "f"}] * 2
     assert clients[1].rows(1, 0)[0]["ring"] == "ring 1.0", "its own, too"
@@ -140,9 +144,7 @@ def test_leaders_are_given_quorums_and_each_other_s_addresses(service):
 
 
 def test_a_new_life_is_known_by_its_new_addresses_and_the_old_one_is_refused(service):
-    service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    _, clients, quorum = service.begin()
     again = service.client(1, life=1)
     quorum = both([clients[0], again], [after(quorum), (0, -1)])
     assert quorum.behind == (1,) and clients[0].rows(1, 1)[0]["ring"] == "ring 1.1"
@@ -151,9 +153,7 @@ def test_a_new_life_is_known_by_its_new_addresses_and_the_old_one_is_refused(ser
 
 
 def test_a_killed_server_s_successor_goes_on_with_what_was_asked(service):
-    first = service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    first, clients, quorum = service.begin()
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
     first.kill()
@@ -166,9 +166,7 @@ def test_a_killed_server_s_successor_goes_on_with_what_was_asked(service):
 
 
 def test_a_leader_can_ask_whom_the_server_waits_for_and_notices_its_silence(service):
-    server = service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    server, clients, quorum = service.begin()
     assert clients[0].inspect(1.0).asked is None
     waits = ask(clients[0], after(quorum))
     view = clients[0].inspect(LIMIT_S)
@@ -187,9 +185,7 @@ def test_a_leader_can_ask_whom_the_server_waits_for_and_notices_its_silence(serv
 
 
 def test_the_older_of_two_servers_loses(service):
-    first = service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    first, clients, quorum = service.begin()
     first.send_signal(signal.SIGSTOP)
     service.serve(2, takes_over=True)
     later = both(clients, [after(quorum)] * 2)
@@ -209,9 +205,7 @@ def test_many_servers_at_once_leave_one(service):
 
 
 def test_the_end_of_the_run_is_known_to_the_next_server(service):
-    first = service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    first, clients, quorum = service.begin()
     assert ask(clients[0], after(quorum), finished=True).result(LIMIT_S).finished
     clients[0].leave("done")
     clients[0].close()
@@ -222,9 +216,7 @@ def test_the_end_of_the_run_is_known_to_the_next_server(service):
 
 
 def test_a_replica_that_finishes_while_there_is_no_server_ends_when_the_next_one_knows(service):
-    first = service.serve(2, min_replicas=2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    first, clients, quorum = service.begin(min_replicas=2)
     first.kill()
     first.wait()
     own = SimpleNamespace(client=clients[0])
@@ -258,9 +250,7 @@ def test_a_killed_leader_is_left_out(service):
 
 
 def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
-    service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    _, clients, quorum = service.begin()
     waits = ask(clients[1], after(quorum))
     clients[1].leave("rank 3 was killed")
     with pytest.raises(RecoverableError, match="rank 3 was killed"):
@@ -273,9 +263,7 @@ def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
 
 
 def test_one_that_is_given_up_is_waited_for_no_more(service):
-    service.serve(2)
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    _, clients, quorum = service.begin()
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
     service.ends.append(Notice(service.folder, 1, 0, TOKEN, GIVEN_UP, "its input cannot work"))
@@ -285,9 +273,7 @@ def test_one_that_is_given_up_is_waited_for_no_more(service):
 
 
 def test_one_that_has_begun_is_waited_for_and_then_says_hello_on_the_same_connection(service):
-    service.serve(2, limits={"arrive_s": LIMIT_S, "wait_s": LIMIT_S, "start_s": 2 * LIMIT_S})
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    _, clients, quorum = service.begin(limits={"arrive_s": LIMIT_S, "wait_s": LIMIT_S, "start_s": 2 * LIMIT_S})
     clients[1].leave("rank 3 was killed")
     comes = QuorumClient(service.folder, 1, 1, TOKEN)
     service.ends.append(comes)
@@ -303,9 +289,7 @@ def test_one_that_has_begun_is_waited_for_and_then_says_hello_on_the_same_connec
 
 
 def test_one_that_is_busy_with_something_else_is_waited_for_by_the_next_server_too(service):
-    first = service.serve(2, limits={"member_s": 0.6, "blamed_s": 0.5})
-    clients = [service.client(replica) for replica in range(2)]
-    quorum = both(clients, [(0, 0)] * 2)
+    first, clients, quorum = service.begin(limits={"member_s": 0.6, "blamed_s": 0.5})
     clients[1].aside()
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 1.0).done

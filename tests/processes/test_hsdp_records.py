@@ -10,7 +10,7 @@ from msgspec import structs
 from ft.systems.hsdp import commits
 from ft.systems.hsdp.commits import Commit, CommitLog, Records
 from ft.systems.hsdp.layer import initial_assignment
-from ft.systems.hsdp.place import DEFAULT, MODES, ReplicaContext
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.samples import Past, SampleAssignment
 from ft.systems.hsdp.work import Work, factor, scaled
 
@@ -38,12 +38,6 @@ def test_commits_come_back_and_torn_lines_are_left_out(tmp_path):
     assert commits.read(tmp_path / "gone") == []
     assert commits.read(tmp_path, 1 << 20) == [COMMIT, bare, COMMIT]
     assert commits.read(tmp_path, len(whole)) == [bare, COMMIT]
-
-
-def test_factors_of_the_learning_rate():
-    assert [factor(3, 4, mode) for mode in MODES] == [1.0, 0.75, 0.75**0.5]
-    assert {factor(n, n, mode) for mode in MODES for n in (1, 12)} == {1.0}
-    assert DEFAULT == "sqrt"
 
 
 def test_one_step_at_another_rate_and_then_exactly_the_old_one():

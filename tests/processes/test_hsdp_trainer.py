@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import Quorum
-from ft.job.replicas.deadlines import LONGEST_S, fetch_wait
 from ft.protection.contract import Layer
 from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.layer import initial_assignment
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.protocol import is_same_ring
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment
 from ft.systems.hsdp.work import Work
@@ -247,37 +244,6 @@ def test_replicas_whose_models_differ_give_the_step_up(rings):
 
     in_threads(lambda: work(0), lambda: work(1))
     assert all("no majority" in problem and is_stale for problem, is_stale in found) and len(found) == 2
-
-
-LAST = Quorum(7, 20, 6, (0, 1), (2,), {0: 1, 1: 1, 2: 5})
-
-
-def test_a_ring_is_kept_when_all_of_its_members_have_committed_in_it():
-    assert is_same_ring(LAST, Quorum(8, 21, 7, (0, 1, 2), (), {0: 1, 1: 1, 2: 5}))
-
-
-@pytest.mark.parametrize(
-    "quorum",
-    [
-        Quorum(8, 21, 7, (0, 1), (2,), {0: 1, 1: 1, 2: 5}),
-        Quorum(8, 20, 6, (0, 1, 2), (), {0: 1, 1: 1, 2: 5}),
-        Quorum(9, 21, 8, (0, 1, 2), (), {0: 1, 1: 1, 2: 5}),
-        Quorum(8, 21, 7, (0, 1), (), {0: 1, 1: 1}),
-        Quorum(8, 21, 7, (0, 1, 2), (), {0: 1, 1: 1, 2: 6}),
-    ],
-    ids=["one is behind", "the step is done anew", "committed elsewhere", "one is gone", "one has begun another life"],
-)
-def test_a_ring_is_made_anew_when(quorum):
-    assert not is_same_ring(LAST, quorum) and not is_same_ring(None, quorum)
-
-
-@pytest.mark.parametrize(("first", "waits"), [(1.0, [1, 2, 4, 8, 16, 32, 60, 60]), (0.0, [0] * 4), (90.0, [90] * 3)])
-def test_an_update_waits_longer_for_each_fetch_that_it_cut_off_until_nobody_fetches(first, waits):
-    found = [fetch_wait(7.0, first, is_wanted=False, was_cut=False)]
-    while len(found) < len(waits):
-        found.append(fetch_wait(found[-1], first, is_wanted=True, was_cut=True))
-    assert found == waits and LONGEST_S == 60.0
-    assert fetch_wait(found[-1], first, is_wanted=True, was_cut=False) == found[-1]  # it may not have begun to fetch
 
 
 def position_of(replica, counter, followed):

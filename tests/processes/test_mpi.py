@@ -1,6 +1,5 @@
 """Snapshots over MPI: the relays' streams, and what the death or the silence of an MPI process leaves."""
 
-import argparse
 import os
 import signal
 import socket
@@ -15,41 +14,9 @@ from networks import ROOT, Networks, Relays, need_mpi
 from snapshot_crew import Crew, set_to
 
 from ft.base.errors import UserError
-from ft.job.agent import mpirun
-from ft.net import mpi_relay, streams
-from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, RelayStream, pack, unpack
+from ft.net import mpi_relay
+from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, RelayStream, unpack
 from ft.state.transfer import PeerLost
-
-
-def test_addresses_name_a_node_and_a_worker_there_and_nothing_else():
-    assert streams.parse("mpi:12/w345-0") == (12, "w345-0")
-    for wrong in ("127.0.0.1:80", "mpi:/w1", "mpi:1/", "mpi:1/relay", "mpi:1/w/../x", "mpi:-1/w1", "mpi:1/w1\n"):
-        with pytest.raises(ConnectionError):
-            streams.parse(wrong)
-
-
-def test_the_flag_counts_at_ft_run_and_at_its_script():
-    def wanted(here, *there):
-        return mpirun.wanted(argparse.Namespace(ft_transport=here, script_args=list(there)))
-
-    assert not wanted(None)
-    assert wanted("mpi")
-    assert wanted(None, "--lr", "1", "--ft-transport", "mpi")
-    assert wanted(None, "--ft-transport=mpi")
-    assert wanted("mpi", "--ft-transport", "mpi")
-    assert not wanted("tcp", "--lr", "mpi")
-    with pytest.raises(UserError, match="give it once"):
-        wanted("tcp", "--ft-transport", "mpi")
-
-
-def test_mpirun_says_which_node_this_is_and_srun_too_where_it_speaks_pmix():
-    by_mpirun = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "5", "SLURM_PROCID": "0"}
-    assert mpirun.read(by_mpirun) == mpirun.Job("", 5, 2, "")
-    assert mpirun.read({"SLURM_PROCID": "3"}) is None
-    by_srun = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
-    assert mpi_relay.rank_in({**by_srun, "PMIX_RANK": "3"}) == (3, 4)
-    assert mpi_relay.rank_in({**by_mpirun, "PMIX_RANK": "2"}) == (2, 5)
-    assert mpi_relay.rank_in(by_srun) == (0, 1)
 
 
 def test_an_mpirun_that_would_end_with_its_first_dead_process_is_refused():
@@ -140,11 +107,6 @@ def test_a_worker_that_hangs_up_ends_the_stream_on_both_sides(end):
     other.close()
 
 
-def test_frames_name_the_end_they_are_for():
-    kind, key, number, rest = unpack(bytearray(pack(DATA, (3, 1 << 40, True), 9, b"rest")))
-    assert (kind, key, number, bytes(rest)) == (DATA, (3, 1 << 40, True), 9, b"rest")
-
-
 @pytest.fixture
 def three(monkeypatch):
     """Three nodes of their own, who declare each other dead after two seconds."""
@@ -154,20 +116,6 @@ def three(monkeypatch):
     relays = Relays(3)
     yield relays
     relays.close()
-
-
-def steps_again(workers: Crew, step: int) -> None:
-    """A step, as often as it takes: a transfer that the regrouping has cut is repeated by the next epoch's."""
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            workers.step(step, epoch=step)
-            return
-        except PeerLost:
-            assert time.monotonic() < deadline
-            step += 1
-            for snaps in workers.snaps:
-                snaps.settle()
 
 
 def test_a_dead_mpi_process_is_shrunk_away_and_a_standbys_node_takes_its_place(three):

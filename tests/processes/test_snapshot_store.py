@@ -18,9 +18,7 @@ stop = Progress.stop
 
 
 def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
-    workers = crew(3)
-    for step in range(4):
-        workers.step(step)
+    workers = crew(3, steps=range(4))
     for rank, snaps in enumerate(workers.snaps):
         held = snaps.holdings()
         assert held.own == [2, 3]
@@ -32,9 +30,7 @@ def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
 
 
 def test_own_snapshots_bring_back_either_step(crew):
-    workers = crew(2)
-    for step in (5, 6):
-        workers.step(step)
+    workers = crew(2, steps=(5, 6))
     snaps, live = workers.snaps[0], workers.live[0]
     set_to(live, 7)
     assert snaps.restore(live, 5, Source(0, 0)) == {"owned": "own", "replicated": "own"}
@@ -69,9 +65,7 @@ def test_leaving_an_epoch_waits_for_no_copy_and_a_restore_completes_or_abandons_
 
 
 def test_going_back_within_an_epoch_leaves_it_open(crew):
-    workers = crew(2)
-    for step in (5, 6):
-        workers.step(step)
+    workers = crew(2, steps=(5, 6))
     assert workers.snaps[0].restore(set_to(workers.live[0], 7), 5, Source(0, 0), epoch=0)["owned"] == "own"
     assert workers.snaps[1].restore(set_to(workers.live[1], 7), 5, Source(0, 0), epoch=0)["owned"] == "copy:0"
     assert all(is_at(live, 5) for live in workers.live)
@@ -80,9 +74,7 @@ def test_going_back_within_an_epoch_leaves_it_open(crew):
 
 
 def test_copies_that_go_elsewhere_are_kept_until_the_new_ones_are_safe_and_then_freed(crew):
-    workers = crew(3)
-    for step in (5, 6):
-        workers.step(step)
+    workers = crew(3, steps=(5, 6))
     assert workers.snaps[1].holdings().copies == {0: [5, 6]}
     for snaps, live in zip(workers.snaps, workers.live, strict=True):
         snaps.restore(live, 6, Source(snaps.rank, snaps.rank), epoch=1)
@@ -99,16 +91,13 @@ def test_copies_that_go_elsewhere_are_kept_until_the_new_ones_are_safe_and_then_
 
 
 def test_after_an_older_checkpoint_was_loaded_the_snapshots_of_undone_steps_are_dropped(crew):
-    workers = crew(2)
-    for step in (5, 6, 3):
-        workers.step(step)
+    workers = crew(2, steps=(5, 6, 3))
     held = workers.snaps[0].holdings()
     assert held.own == [3] and held.copies == {1: [3]}
 
 
 def test_whoever_held_the_copies_before_is_asked_for_them(crew):
-    workers = crew(3)
-    workers.step(5)
+    workers = crew(3, steps=[5])
     workers.snaps[0].settle()
     newcomer = Snapshots(workers.servers[0], rank=0, peers=[2], replicas=[2])
     newcomer.place(workers.addresses)
@@ -119,8 +108,7 @@ def test_whoever_held_the_copies_before_is_asked_for_them(crew):
 
 
 def test_tensors_that_are_sound_are_left_alone(crew):
-    workers = crew(2)
-    workers.step(5)
+    workers = crew(2, steps=[5])
     live = set_to(workers.live[0], 6)
     workers.snaps[0].restore(live, 5, Source(0, 0), keep_tensors=True)
     assert is_at(live, 6)
@@ -128,9 +116,7 @@ def test_tensors_that_are_sound_are_left_alone(crew):
 
 
 def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
-    workers = crew(3)
-    for step in (5, 6):
-        workers.step(step)
+    workers = crew(3, steps=(5, 6))
     workers.snaps[1].close()
     workers.servers[1].close()
     for rank in (0, 2):
@@ -154,8 +140,7 @@ def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
 
 
 def test_a_corrupt_own_snapshot_is_replaced_by_the_peer_copy(crew):
-    workers = crew(2)
-    workers.step(5)
+    workers = crew(2, steps=[5])
     assert workers.snaps[0].corrupt(byte=MIB + 17) == 5
     live = set_to(workers.live[0], 6)
     assert workers.snaps[0].restore(live, 5, Source(0, 0), epoch=1)["owned"] == "copy:1"
@@ -163,9 +148,7 @@ def test_a_corrupt_own_snapshot_is_replaced_by_the_peer_copy(crew):
 
 
 def test_the_last_snapshot_undoes_a_step_unless_it_is_damaged(crew):
-    workers = crew(2)
-    for step in (5, 6):
-        workers.step(step)
+    workers = crew(2, steps=(5, 6))
     snaps, live = workers.snaps[0], workers.live[0]
     snaps.write_back(set_to(live, 7).sections())
     assert is_at(live, 6) and snaps.holdings().own == [5, 6]
@@ -177,8 +160,7 @@ def test_the_last_snapshot_undoes_a_step_unless_it_is_damaged(crew):
 
 
 def test_a_corrupt_peer_copy_is_passed_over_for_the_next(crew):
-    workers = crew(3, copies=2)
-    workers.step(5)
+    workers = crew(3, copies=2, steps=[5])
     workers.snaps[1].corrupt(owner=0, byte=3)
     live = set_to(workers.live[0], 6)
     assert workers.snaps[0].restore(live, 5, Source(1, 1), epoch=1) == {"owned": "copy:2", "replicated": "peer:1"}
@@ -186,8 +168,7 @@ def test_a_corrupt_peer_copy_is_passed_over_for_the_next(crew):
 
 
 def test_when_no_copy_is_sound_each_one_is_named_and_nothing_is_written(crew):
-    workers = crew(3, copies=2)
-    workers.step(5)
+    workers = crew(3, copies=2, steps=[5])
     for rank in range(3):
         workers.snaps[rank].corrupt(owner=0, byte=2 * MIB)
     live = set_to(workers.live[0], 6)
@@ -201,7 +182,6 @@ def test_when_no_copy_is_sound_each_one_is_named_and_nothing_is_written(crew):
 
 
 def test_a_snapshot_of_other_tensors_is_refused(crew):
-    workers = crew(2)
-    workers.step(5)
+    workers = crew(2, steps=[5])
     with pytest.raises(FallbackError, match=r"big float32\[655360\] against big float32\[262144\]"):
         workers.snaps[0].restore(state(0, mib=1), 5, Source(1, 1), epoch=1)

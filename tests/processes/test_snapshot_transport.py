@@ -43,8 +43,7 @@ def test_a_dropped_connection_is_survived_in_place(crew):
     def cut(data, before):
         return None if proxy.connections <= 2 and before > MIB else data
 
-    workers = crew(2)
-    workers.step(4)
+    workers = crew(2, steps=[4])
     with Proxy(workers.addresses[1], asks=cut, network=workers.networks.of(0)) as proxy:
         workers.snaps[0].place({**workers.addresses, 1: proxy.address})
         workers.step(5)
@@ -56,8 +55,7 @@ def test_a_dropped_connection_is_survived_in_place(crew):
 
 def test_a_peer_that_is_gone_is_reported_and_the_own_copy_stays(crew):
     told = []
-    workers = crew(2)
-    workers.step(4)
+    workers = crew(2, steps=[4])
     workers.snaps[0]._on_failure = lambda what, error: told.append((what, type(error)))
     workers.servers[1].close()
     workers.snaps[0].take(set_to(workers.live[0], 5), 5, 0)
@@ -106,8 +104,7 @@ def test_epochs_that_are_over_are_refused(crew):
 
 
 def test_an_interruption_ends_a_wait_and_a_restore_at_once(crew):
-    workers = crew(2)
-    workers.step(4)
+    workers = crew(2, steps=[4])
     silent, nowhere = workers.networks.of(1).listen()
     snaps, live = workers.snaps[0], workers.live[0]
     snaps.place({0: workers.addresses[0], 1: nowhere})
@@ -147,9 +144,7 @@ def absurd_requests() -> list[tuple]:
 
 def test_absurd_requests_cost_nothing(crew):
     """What strangers ask for: ``test_hsdp_fetch_faults.py``, whose server has the same door."""
-    workers = crew(2)
-    for step in (3, 4):
-        workers.step(step)
+    workers = crew(2, steps=(3, 4))
     before = workers.snaps[1].nbytes
     network = workers.networks.of(0)
     for request in absurd_requests():
@@ -182,9 +177,7 @@ def test_who_does_not_know_the_token_is_refused(networks):
 
 
 def test_buffers_are_allocated_once(crew):
-    workers = crew(2)
-    workers.step(0)
-    workers.step(1)
+    workers = crew(2, steps=(0, 1))
     before = [server.stock.nbytes() for server in workers.servers]
     buffers = [
         id(slot.parts["owned"].buffer)
