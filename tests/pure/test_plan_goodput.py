@@ -1,4 +1,7 @@
-"""The model of a run under failures (``ft.lab.plan.goodput``) against exact values. Scenarios: ``conversations/values``."""
+"""The model of a run under failures (``ft.lab.plan.goodput``) against exact values.
+
+Scenarios and histories are in ``conversations/values/plan.txt``.
+"""
 
 import dataclasses
 import math
