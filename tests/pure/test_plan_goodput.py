@@ -1,7 +1,4 @@
-"""The model of a run under failures (``ft.lab.plan.goodput``) against exact values.
-
-Scenarios and histories are in ``conversations/values/plan.txt``.
-"""
+"""The model of a run under failures against exact values. Scenarios: ``conversations/values/plan.txt``."""
 
 import dataclasses
 import math
