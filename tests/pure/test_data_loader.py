@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.loader import MicrobatchLoader, sample_indices
+from megatron.ft_trainer.data.loader import MicrobatchLoader
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -45,15 +45,6 @@ def test_any_position_gives_the_same_microbatches():
         assert take(jumping, 9) == expected[start : start + 9]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_together_take_the_samples_in_order(ranks):
-    taken = []
-    for consumed in range(0, 48, 3 * ranks):
-        for rank in range(ranks):
-            taken += sample_indices(consumed, 3, rank, ranks)
-    assert taken == list(range(48))
-
-
 def test_samples_do_not_depend_on_the_number_of_ranks():
     def all_ranks(ranks, rows, steps):
         loaders = [
@@ -89,10 +80,3 @@ def test_end_of_data_is_named():
     assert take(loader, 1) == [[0, 1, 2, 3]]
     with pytest.raises(UserError):
         next(MicrobatchLoader(Numbers(0), micro_batch_size=1))
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        MicrobatchLoader(Numbers(4), micro_batch_size=1, data_parallel_rank=2, data_parallel_size=2)
-    with pytest.raises(ValueError, match="-1"):
-        MicrobatchLoader(Numbers(4), micro_batch_size=1, consumed_samples=-1)

@@ -17,25 +17,6 @@ def idle_us(timeline, stage: int) -> float:
     return sum(each.end_us - each.start_us for each in idle(timeline) if each.stage == stage)
 
 
-@pytest.mark.parametrize("stages, microbatches", [(1, 3), (2, 2), (3, 8), (4, 2), (8, 16)])
-def test_without_communication_1f1b_idles_p_minus_1_times_f_plus_b_on_every_stage(stages, microbatches):
-    f, b = 3.0, 7.0
-    timeline = simulate(Pipeline(stages, microbatches), lambda unit: b if unit.backward else f)
-    # With fewer microbatches than stages the formula holds as well: a stage's work is shorter, and so is the iteration.
-    assert timeline.end_us == pytest.approx((microbatches + stages - 1) * (f + b))
-    for stage in range(stages):
-        assert idle_us(timeline, stage) == pytest.approx((stages - 1) * (f + b))
-
-
-def test_interleaving_shortens_the_bubble_by_the_number_of_chunks():
-    def bubble(chunks):
-        work = 12.0 / chunks
-        timeline = simulate(Pipeline(4, 8, chunks), lambda unit: 2 * work if unit.backward else work)
-        return idle_us(timeline, 0)
-
-    assert bubble(2) == pytest.approx(bubble(1) / 2) and bubble(4) == pytest.approx(bubble(1) / 4)
-
-
 @pytest.mark.parametrize("stages, microbatches, chunks", SHAPES)
 def test_every_unit_runs_once_after_what_it_needs(stages, microbatches, chunks):
     pipeline = Pipeline(stages, microbatches, chunks, comm_us=0.5)
@@ -76,15 +57,6 @@ def test_idle_times_and_work_fill_the_iteration_and_do_not_overlap(seed):
             spans += [span for unit, span in timeline.times.items() if unit.stage == stage]
             spans.sort()
             assert all(spans[i][1] <= spans[i + 1][0] + 1e-9 for i in range(len(spans) - 1))
-
-
-def test_a_message_s_time_is_a_p2p_window_and_the_rest_is_bubble():
-    timeline = simulate(Pipeline(2, 2, comm_us=1.0), lambda unit: 5.0)
-    first = next(gap for gap in idle(timeline) if gap.stage == 1)
-    assert (first.start_us, first.end_us, first.kind, first.after) == (0.0, 5.0, "bubble", None)
-    kinds = {gap.kind for gap in idle(timeline)}
-    assert kinds == {"p2p", "bubble"}
-    assert all(gap.kind == "bubble" for gap in idle(simulate(Pipeline(2, 2), lambda unit: 5.0)))
 
 
 def test_work_behind_a_unit_costs_only_what_does_not_fit_the_gap_after_it():

@@ -9,19 +9,13 @@ import re
 import pytest
 
 from ft.faults import verdict
-from ft.faults.health import ACTIONS, DRAIN, GREW, HAPPENED, LINK, RULES, THIS, WATCH, Rule, rules
-from ft.platform.health import COUNTER, EVENT, Observation, Reading, gpus
+from ft.faults.health import ACTIONS, DRAIN, LINK, RULES, THIS, WATCH
+from ft.platform.health import gpus
 from ft.platform.health.kernel_log import LINES
 
 IMPORTANT = (13, 31, 32, 38, 43, 44, 45, 46, 48, 61, 62, 63, 64, 66, 68, 69, 74, 79, 92, 94, 95, 109, 110, 119, 120)
 IMPORTANT += (*range(121, 126), 136, 137, 140, 143, *range(144, 151), *range(154, 159), 171, 172)
 CATEGORIES = {verdict.DEVICE, verdict.HOST, verdict.NETWORK, verdict.SOFTWARE}
-
-
-def reading(*observed, when=100.0):
-    """Return a reading of (device, name, value, kind[, text])."""
-    made = (Observation("n0", d, name, value, "", when, kind, *text) for d, name, value, kind, *text in observed)
-    return Reading("n0", when, tuple(made))
 
 
 # ----------------------------------------------------------------------------------------------- the table
@@ -55,11 +49,3 @@ def test_no_row_acts_against_a_device_for_what_others_may_have_done():
         dataclasses.replace(row, action=DRAIN)
     of_peers = [rule for rule in RULES if re.search("peer|ack|rnr|seq|remote", rule.observation + rule.meaning)]
     assert len(of_peers) > 4 and {rule.action for rule in of_peers} == {WATCH}
-
-
-def test_a_table_of_ones_own():
-    words = ("nothing left", "Fill it.", "the manual")
-    own = [Rule("fuel", GREW, 5, verdict.HOST, WATCH, THIS, *words)]
-    counted = reading(("", "fuel", 3, COUNTER)), reading(("", "fuel", 8, COUNTER))
-    assert [found.advice for found in rules(*counted, own)] == ["Fill it."]
-    assert not rules(None, reading(("", "fuel", 8, EVENT)), [dataclasses.replace(own[0], condition=HAPPENED, limit=2)])

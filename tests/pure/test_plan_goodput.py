@@ -1,4 +1,4 @@
-"""The model of a run under failures (``ft.lab.plan.goodput``) against exact values, and its scenario."""
+"""The model of a run under failures against exact values. Scenarios: ``conversations/values/plan.txt``."""
 
 import dataclasses
 import math
@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from closed_forms import asked, deadpool, ft_hsdp, mu, overlapping, trials
 
-from ft.base.errors import UserError
-from ft.lab.plan.goodput import buy, engine, histories, model, scenario
+from ft.lab.plan.goodput import engine, model, scenario
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.protection.table import HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
 from ft.systems.spare.placement import Placement
@@ -169,39 +168,6 @@ def test_every_combination_is_one_that_the_table_allows_and_the_ladder_answers()
     assert model.follows(())["a node is lost, a standby is there"] == "checkpoint"
 
 
-def test_a_scenario_file_has_the_keys_of_the_flags(tmp_path):
-    (tmp_path / "s.toml").write_text(scenario.template())
-    found = asked(str(tmp_path / "s.toml"))
-    assert (found.gpus, found.repair_time, found.origin["days"]) == (4096, 86400.0, "assumed")
-    (tmp_path / "s.toml").write_text("standbys = 3")
-    with pytest.raises(UserError, match="use spares"):
-        asked(str(tmp_path / "s.toml"))
-
-
-def test_published_histories_scale_to_a_cluster():
-    assert sum(histories.history("llama3").counts.values()) == 419
-    between = asked(BASE.replace("--gpu-mtbf 320h", "--history llama3").replace("64", "16384")).mtbf_s
-    assert between == pytest.approx(54 * 86400 / 419, rel=0.01)
-    assert "history (Llama 3" in buy.origins(asked(BASE.replace("--gpu-mtbf 320h", "--history llama3")))
-    assert {"llama3", "rsc", "b200-504", "ft-hsdp-98k", "ft-hsdp-32k"} == set(histories.names())
-
-
-def test_recorded_failures_are_replayed(tmp_path):
-    (tmp_path / "h.csv").write_text("# gpus: 64\n# hours: 10\ntime_s,cause,kind\n3600,gpu,node\n18000,crash,software\n")
-    found = asked(BASE.replace("--gpu-mtbf 320h", f"--history {tmp_path / 'h.csv'}"))
-    at = model.events(found, 0, 200)
-    assert at.at[:3].tolist() == [3600.0, 18000.0, 39600.0]
-    assert at.taken[:2].tolist() == [1, 0]
-
-
-def test_slurms_accounting_gives_a_rate(tmp_path):
-    (tmp_path / "s").write_text(
-        "JobID|State|ElapsedRaw|NNodes\n1|COMPLETED|3600|8\n2|NODE_FAIL|3600|2\n2.0|FAILED|1|2\n"
-    )
-    found = asked(BASE.replace("--gpu-mtbf 320h", f"--from-sacct {tmp_path / 's'}"))
-    assert found.mtbf_s == pytest.approx(36000 / 8) and "1 nodes failed in 10 node hours" in buy.origins(found)
-
-
 def test_a_row_says_what_it_costs():
     row = effective(BASE, Protection((HOT_SWAP,), copies=1), 2)
     given = asked(f"{BASE} --price-per-gpu-hour 2 --params 70B")
@@ -229,9 +195,3 @@ def test_a_wait_for_nodes_that_is_known_exactly_needs_no_long_simulation():
 def test_racks_fail_alike_even_if_the_last_one_has_fewer_nodes():
     happen = model.events(asked(f"{BASE} --rack-mtbf 1h --nodes-per-rack 6 --gpu-mtbf 1000d"), 0, 20_000)
     assert np.mean(happen.node[happen.taken == 6] // 6) == pytest.approx(0.5, abs=0.02)
-
-
-def test_a_historys_racks_have_the_size_of_the_cluster(tmp_path):
-    (tmp_path / "h.csv").write_text("# gpus: 64\n# hours: 10\ncause,count,kind\npdu,3,rack\n")
-    words = BASE.replace("--gpu-mtbf 320h", f"--history {tmp_path / 'h.csv'} --domain-repair-time 6h")
-    assert [(c.taken, c.repair_s) for c in asked(f"{words} --nodes-per-rack 4").causes] == [(4, 6 * 3600.0)]
