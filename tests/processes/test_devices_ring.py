@@ -187,7 +187,7 @@ def test_a_missing_wait_of_an_overlapped_reduction_is_seen(patched, without):
     assert any(fails(train, patched, seed, OVERLAPPED, False, without) for seed in range(30))
 
 
-@pytest.mark.parametrize("without", ["_Queued.wait", "Reducer.settle"])
+@pytest.mark.parametrize("without", ["_QueuedReduction.wait", "Reducer.settle"])
 def test_a_missing_wait_for_cores_communication_stream_is_seen(patched, without):
     assert any(fails(train, patched, seed, INSTANCES, False, without) for seed in range(30))
 

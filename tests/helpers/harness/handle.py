@@ -181,8 +181,9 @@ class Handle:
             return Outcome(rank, pid, exitcode, stopped=pid in self._stopped)
         if report[0] == "value":
             return Outcome(rank, pid, exitcode, value=report[1], stopped=pid in self._stopped)
+        # Its end may have been heard of later than those that it caused, but it was not stopped for them.
         _, failed_at, error, summary = report
-        return Outcome(rank, pid, exitcode, None, error, summary, failed_at, pid in self._stopped)
+        return Outcome(rank, pid, exitcode, None, error, summary, failed_at)
 
     def _give_up(self, timeout: float, what: str) -> None:
         __tracebackhide__ = True
