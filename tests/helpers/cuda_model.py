@@ -349,6 +349,9 @@ class Cuda:
     def __exit__(self, *exc_info) -> None:
         self._patches.close()
         Cuda.active = None
+        # The tensors name their model, and Python's collector does not see through torch's references to them.
+        self._kept.clear()
+        self._log.clear()
 
     @property
     def here(self) -> _Thread:
