@@ -249,11 +249,8 @@ def leave_checks_to_layers(run: CheckoutRun) -> None:
 def fingerprint(run: CheckoutRun) -> dict[str, str | int]:
     """Return the fingerprint of the run (:func:`ft.protection.training_state.fingerprint`): property -> value."""
     args = run.args
-    settings = {name: str(value) for name, value in vars(args).items() if name not in _APART}
-    if not args.group_query_attention:  # then NVIDIA's trainer overwrites the number when it counts operations
-        del settings["num_query_groups"]
     return training_state.fingerprint(
-        settings,
+        {name: str(value) for name, value in vars(args).items() if name not in _APART},
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         vpp=args.virtual_pipeline_model_parallel_size or 1,

@@ -165,9 +165,11 @@ def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profil
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
     left_out = () if unstable is None else read_unstable(Path(unstable)).operators
     pipeline = _pipeline(chunks, trainer.microbatches(trainer.batch))
+    # Taken before training, as a run with a plan takes its own: NVIDIA's trainer changes arguments while it trains.
+    fingerprint = trainer.fingerprint()
 
     def write(records: Sequence[StageRecord]) -> None:
-        write_trace(path, assemble(records, pipeline, measure(device), trainer.fingerprint(), budget, left_out))
+        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, budget, left_out))
 
     said = f"the profile is complete: {path}"
     profiling = Profiling(trainer, recorder, engine, _reports_for_stage(), write, lambda: trainer.end(said))
