@@ -49,7 +49,7 @@ from ft.state.snapshot.copier import device_of, tables_of
 from ft.worker import protocol
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
-from ft.worker.warm_device import WarmDevice
+from ft.worker.warm_device import WarmDevice, fault_of_products
 
 _MOST_FRAMES = 40
 
@@ -170,8 +170,7 @@ def attach(
     """
     if not is_attachable(environment):
         raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
-    session = Session(environment)
-    session.device = WarmDevice(select)
+    session = Session(environment, select)
     session.observe("settings", settings={**surroundings(environment), **(settings or {})})
     if environment.get("FT_STANDBY") and environment.get("FT_HEALTH") != "off":
         session.admission.start()
@@ -202,7 +201,7 @@ class Session(protocol.Member):
         touched_bytes: memory that this process had touched before it has built anything.
     """
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, environment: Mapping[str, str], select: Callable[[int], None] | None = None):
         super().__init__(environment["FT_WORKER"], environment["FT_NODE"], int(environment.get("WORLD_SIZE", "1")))
         self.token = token.find(Path(environment["FT_RUN_DIR"]), 0.0, environment)
         self.timeouts = Timeouts.of_worker(environment)
@@ -218,7 +217,7 @@ class Session(protocol.Member):
         self.across_replicas: Callable[[], AcrossReplicas] | None = None
         self.role = ""
         self.memory, self.touched_bytes = ReadyMemory(), private_memory()
-        self.device = WarmDevice()
+        self.device = WarmDevice(select)
         CLOCK.start()
         network = network_of(environment)
         self.server = SnapshotServer(network, token=self.token)
@@ -254,7 +253,7 @@ class Session(protocol.Member):
                 return order
 
     def _prepare(self) -> None:
-        """Do a piece of what a standby can do before it has a logical rank."""
+        """Touch the next piece of memory or, once all is touched, prepare the next part of the device."""
         if self.memory.is_wanted:
             self.memory.touch()
             return
@@ -443,7 +442,7 @@ class Session(protocol.Member):
 
 PERIOD_S = 600.0
 """Seconds after which a standby that still waits is checked again."""
-_SIZE, _COPY_BYTES = 384, 16 << 20
+_COPY_BYTES = 16 << 20
 _TRIES = 3
 _LOWEST = 19
 
@@ -464,14 +463,8 @@ def examine(
         ReplaceNodeError: a result is wrong, or no message arrives in several tries.
     """
     draw = numpy.random.default_rng(seed)
-    # Sums of products of small whole numbers are exact in float32, in whatever order a library adds them up. So a
-    # difference is a fault of the machine, and not one of rounding.
-    left, right = (draw.integers(-8, 9, (_SIZE, _SIZE)).astype(numpy.float32) for _ in range(2))
-    first, second = multiply(left, right), multiply(left, right)
-    if first.tobytes() != second.tobytes():
-        raise ReplaceNodeError("the check of a standby failed: a product of matrices differs when it is computed twice")
-    if not numpy.array_equal(first.sum(axis=0, dtype=numpy.float64), left.sum(axis=0, dtype=numpy.float64) @ right):
-        raise ReplaceNodeError("the check of a standby failed: a product of matrices is wrong")
+    if fault := fault_of_products(multiply, draw):
+        raise ReplaceNodeError(f"the check of a standby failed: {fault}")
     data = draw.integers(0, 256, _COPY_BYTES, dtype=numpy.uint8)
     if checksum(data.data) != checksum(copy(data).data):
         raise ReplaceNodeError(f"the check of a standby failed: a copy of {_COPY_BYTES >> 20} MiB has another checksum")

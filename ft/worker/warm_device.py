@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import numpy
 import torch
 import torch.nn.functional as F
 
 from ft.base.errors import DeviceUnusable
 
 _TOKENS, _HIDDEN, _HEADS = 128, 256, 4
+_SIZE = 384
 
 
 class WarmDevice:
@@ -95,12 +97,28 @@ def _current() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def fault_of_products(
+    multiply: Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray], draw: numpy.random.Generator
+) -> str:
+    """Return what is wrong with the products of matrices that ``multiply`` computes; "": nothing.
+
+    Sums of products of small whole numbers are exact in float32, in whatever order a library adds them up. So a
+    difference is a fault of the machine, and not one of rounding.
+    """
+    left, right = (draw.integers(-8, 9, (_SIZE, _SIZE)).astype(numpy.float32) for _ in range(2))
+    first, second = multiply(left, right), multiply(left, right)
+    if first.tobytes() != second.tobytes():
+        return "a product of matrices differs when it is computed twice"
+    is_right = numpy.array_equal(first.sum(axis=0, dtype=numpy.float64), left.sum(axis=0, dtype=numpy.float64) @ right)
+    return "" if is_right else "a product of matrices is wrong"
+
+
 def _multiply(device: torch.device) -> None:
-    """Multiply matrices of small whole numbers, whose product is exact in fp32 in whatever order it is added up."""
-    left = torch.arange(_HIDDEN * _HIDDEN, dtype=torch.float32).reshape(_HIDDEN, _HIDDEN) % 7 - 3
-    found = (left.to(device) @ left.to(device).t()).cpu()
-    if not torch.equal(found, left @ left.t()):
-        raise DeviceUnusable(f"{device}: a product of matrices is wrong")
+    def multiply(left: numpy.ndarray, right: numpy.ndarray) -> numpy.ndarray:
+        return (torch.from_numpy(left).to(device) @ torch.from_numpy(right).to(device)).cpu().numpy()
+
+    if fault := fault_of_products(multiply, numpy.random.default_rng(0)):
+        raise DeviceUnusable(f"{device}: {fault}")
 
 
 def _train_layer(device: torch.device, dtype: torch.dtype) -> None:

@@ -9,8 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import arrivals, deadlines, devices, epochs, failures, run_ends, start_checks, stragglers
-from ft.job.control.inspections import judged, taken, wanted
+from ft.job.control import (
+    arrivals,
+    deadlines,
+    devices,
+    epochs,
+    failures,
+    inspections,
+    run_ends,
+    start_checks,
+    stragglers,
+)
 from ft.job.control.state import ENDED, ControlState, Decisions, RecordedDecision
 
 
@@ -61,9 +70,9 @@ _HANDLERS: dict[type, Callable[[ControlState, float, Any, Decisions], None]] = {
     m.Observed: arrivals.observed,
     m.PaceJudged: stragglers.pace_judged,
     m.MasterChosen: arrivals.master_chosen,
-    m.InspectionWanted: wanted,
-    m.InspectionAnswered: taken,
-    m.HangJudged: judged,
+    m.InspectionWanted: inspections.wanted,
+    m.InspectionAnswered: inspections.taken,
+    m.HangJudged: inspections.judged,
     m.PeerUnreached: start_checks.peer_unreached,
     m.NodeRefused: start_checks.node_refused,
     m.ControlBack: arrivals.control_back,

@@ -47,13 +47,12 @@ def choose(
     """
     blocked = {device for node, device in taken if node == agent.node}
     blocked |= {hold.device for hold in agent.held.values()} | set(agent.unusable)
-    if own is not None and own not in blocked:
-        return own
-    for unwanted in (blocked | {device for node, device in kept if node == agent.node}, blocked):
-        if vacancy.node == agent.node and vacancy.local_rank not in unwanted:
-            return vacancy.local_rank
+    of_others = {device for node, device in kept if node == agent.node and device != own}
+    first = [*([] if own is None else [own]), *([vacancy.local_rank] if vacancy.node == agent.node else [])]
+    for unwanted in (blocked | of_others, blocked):
         indices = range(agent.joined.devices) if agent.joined.devices else itertools.count()
-        if (found := next((device for device in indices if device not in unwanted), None)) is not None:
+        found = next((device for device in itertools.chain(first, indices) if device not in unwanted), None)
+        if found is not None:
             return found
     return None
 
