@@ -33,7 +33,7 @@ _MOMENT_S = 3.0
 
 @dataclass(frozen=True)
 class _Part:
-    """What one node has stored of an inspection; ``seats``: logical rank -> worker."""
+    """The file in which one node has stored what its workers were doing; ``seats``: logical rank -> worker."""
 
     wall: float
     why: str
@@ -46,7 +46,7 @@ class _Part:
 
 
 def path(run: Path, number: int, node: str) -> Path:
-    """Return the path of one node's part of an inspection."""
+    """Return the path of the file in which a node stores its workers' answers to inspection ``number`` of a run."""
     return run / _FOLDER / f"{number:04d}" / f"{node}.json"
 
 

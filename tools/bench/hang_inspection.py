@@ -1,4 +1,4 @@
-"""Measure what it costs to be able to say why a run hangs: remembering operations, and making an inspection.
+"""Measure the cost of finding out why a run hangs: recording each operation, and asking a rank what it is doing.
 
     python tools/bench/hang_inspection.py
 

@@ -73,9 +73,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What follows from one or several inspections.
+    """Why a run hangs, as far as one or several inspections show it.
 
     Attributes:
+        causes: the ranks or connections at fault, each with the evidence.
+        waiting: the operations in which other ranks wait.
         moving: the replicas that go on training; empty in a run without replicas.
         further: number of causes that are left out, because there are very many.
     """

@@ -81,7 +81,7 @@ THE_SERVER = "the quorum server"
 
 
 class Who:
-    """The names of the ranks of one inspection."""
+    """Gives the ranks of an inspection the names that people read, such as "replica 1 rank 3"."""
 
     def __init__(self, seen: Inspection):
         self._places, self._home = seen.places, seen.home

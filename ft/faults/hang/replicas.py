@@ -1,4 +1,4 @@
-"""Combines inspections of several replicas (FT-HSDP) into one inspection, so that one wait-for graph spans all of them.
+"""Combines the inspections of several replicas (FT-HSDP), so that one wait-for graph shows who waits across replicas.
 
 Each replica has a world of its own, with logical ranks from 0 on. In the combined inspection, the ranks of all replicas
 are numbered through, and ``Inspection.places`` says which is which. Ranks of different replicas meet in groups whose
@@ -19,7 +19,7 @@ AGREEMENT = "AGREEMENT"
 """Purpose of the groups in which the leader of a replica passes the quorum of a step on to its other ranks."""
 
 FOR_OTHERS = "replica "
-"""Beginning of the reason of an inspection that was taken because another replica has taken one by itself."""
+"""How the reason begins if a replica was inspected only because another replica had reached a time limit."""
 
 _CHANNEL = re.compile(r"(.*)([<>])(\d+)")
 

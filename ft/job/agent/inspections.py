@@ -32,7 +32,7 @@ _CALLS = 8
 
 @dataclass
 class _OpenInspection:
-    """An inspection whose answers are being collected.
+    """An order to say what the workers of this node are doing, and the answers that have arrived so far.
 
     Attributes:
         wall: when it arrived, in seconds since 1970.
@@ -51,7 +51,10 @@ class _OpenInspection:
 
 
 class Inspections:
-    """The inspections of one node. Call ``poll`` again and again."""
+    """Asks the workers of one node what they are doing, and stores their answers in the run's folder.
+
+    Call ``poll`` in every round of the agent's event loop: it stores what is complete or overdue.
+    """
 
     def __init__(self, folder: Path, node: str, post: Callable[[InspectionAnswered], None] = lambda report: None):
         self._folder, self._node, self._post = folder, node, post

@@ -261,8 +261,7 @@ def _all_wait(
 def _look_ahead(
     state: ControlState, now: float, views: dict[str, WorkerView], timeouts: Timeouts, out: Decisions
 ) -> None:
-    """Order an inspection of all workers if a limit is about to pass, while those that hang can still say where they
-    are."""
+    """Ask all workers what they are doing if a time limit is about to pass: those that hang are killed after it."""
     later = {name: replace(view, age_s=view.age_s + inspections.LEAD_S) for name, view in views.items()}
     for kind in (liveness.stalled, liveness.at_a_standstill, liveness.endless):
         if culprits := kind(later, timeouts):
