@@ -41,6 +41,7 @@ class Beat(Message):
         step_s: median step time in seconds, or None before a step has ended.
         lag: number of steps from the newest snapshot that all peers hold to the committed step.
         at_step_s: how long the present step has taken, in seconds, without evaluations and checkpoint saves.
+        memory: number that changes with the files that hold the worker's snapshots (``SNAPSHOT_MEMORY``).
     """
 
     age_s: float
@@ -52,6 +53,7 @@ class Beat(Message):
     step_s: float | None = None
     lag: int = 0
     at_step_s: float = 0.0
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -586,7 +588,7 @@ SNAPSHOT_MEMORY = "ft-snapshot"
 
 @dataclass(frozen=True)
 class Inherit(Message):
-    """An agent's order to a joiner: take over the snapshots of the seat's last worker, which the agent has killed.
+    """An agent's order to a joiner: take over the snapshots of the seat's last worker, which was killed or has crashed.
 
     Attributes:
         files: paths in /proc at which the memory of the snapshots can be opened.

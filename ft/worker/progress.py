@@ -42,6 +42,7 @@ class Progress:
             training step, as most are: without an evaluation or a checkpoint, and no failed attempt.
         interrupted: function that is called when something begins in a step that most steps do not contain.
         lag: function that returns the number of steps by which the newest snapshot held by all peers is behind.
+        memory: function that returns a number that changes with the files that hold the worker's snapshots.
         epoch: number of the present epoch, -1 before the first.
         step: last committed step.
     """
@@ -59,6 +60,7 @@ class Progress:
         self.interrupted: Callable[[], None] = lambda: None
         self._begun_after: int | None = None
         self.lag: Callable[[], int] = lambda: 0
+        self.memory: Callable[[], int] = lambda: 0
         self.epoch, self.step = -1, 0
         self._activity: tuple[str, str, float] = ("idle", "start", self.clock())
         self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
@@ -157,6 +159,7 @@ class Progress:
             step_s=self.step_time(),
             lag=self.lag(),
             at_step_s=round(self._at_step_s(now), 3),
+            memory=self.memory(),
         )
 
     def _tell_of_step(self, step: int, is_usual: bool = True) -> None:

@@ -427,7 +427,7 @@ class Session(protocol.Member):
             with contextlib.suppress(OSError):  # without them, peer copies or a checkpoint are used
                 opened.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         self.server.stock.inherit(opened)
-        print(f"snapshots of the worker before, which was killed: {self.server.stock.holdings()}", flush=True)
+        print(f"snapshots of the worker before: {self.server.stock.holdings()}", flush=True)
 
     def suspect(self, group: str, error: BaseException) -> None:
         """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.

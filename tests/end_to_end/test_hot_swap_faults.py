@@ -25,6 +25,10 @@ WITHOUT_RESTART = {
         {"script": "tests/helpers/narrow_gpt.py"},
     ),
     "no standby, so that a worker is started for the seat": ("kill@step=7:rank=1", {"standby": 0}),
+    "all crash at once, and leave their snapshots to their successors": (
+        ",".join(f"segfault@step=7:rank={rank}:phase=backward" for rank in range(4)),
+        {"standby": 2},
+    ),
 }
 """Name -> faults, and how the run is started. Each kind of fault by itself: ``test_faults_every_kind.py``."""
 

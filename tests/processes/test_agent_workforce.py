@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -70,11 +71,12 @@ def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
 
 
 HOLDS = """
-import os, signal
+import os, signal, sys
 fd = os.memfd_create("ft-snapshot")
 os.write(fd, b"a snapshot")
 os.memfd_create("another")
-signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+if "hangs" in sys.argv:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 print(flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -83,7 +85,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_successor_until_training_goes_on(tmp_path):
     workforce, pool, _, hung = begin(tmp_path)
     heir = workforce.spawn(None, 1, 0, ("127.0.0.1", 1))
-    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, "hangs"], stdout=subprocess.PIPE, start_new_session=True)
     process.stdout.readline()
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     pool.born = [(hung.name, process.pid)]
@@ -100,6 +102,33 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
         assert file.read() == b"a snapshot"
     workforce.estates.clear()
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(("rank", "signum", "is_kept"), [(3, 11, True), (3, 6, True), (3, 9, False), (None, 11, False)])
+def test_the_snapshots_of_a_crashed_worker_are_there_for_its_successor_and_of_no_other(tmp_path, rank, signum, is_kept):
+    workforce, pool, _, worker = begin(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    pool.born = [(worker.name, process.pid)]
+    mine, other = socket.socketpair()
+    worker.channel = Channel(mine)
+    workforce.hear_pool()
+    free = len(os.listdir("/proc/self/fd"))
+    for number in (7, 7, 8):  # opened once; opened anew, and once only
+        beat = Beat(age_s=0.0, epoch=0, step=7, doing="compute", since_s=0.0, memory=number)
+        other.send(f"{encode(beat)}\n".encode())
+        workforce.hear(worker)
+        assert len(os.listdir("/proc/self/fd")) == free + 1
+    process.send_signal(signum)
+    process.send_signal(signal.SIGCONT)
+    workforce.estates.ended(process.pid, rank, process.wait(180))
+    (kept,) = workforce.estates.of(3) if is_kept else [""]
+    if kept:
+        with open(kept, "rb") as file:
+            assert file.read() == b"a snapshot"
+    workforce.estates.clear()
+    assert len(os.listdir("/proc/self/fd")) == free
 
 
 def test_a_worker_that_is_being_killed_is_reported_once_and_before_it_was_reaped(tmp_path):

@@ -269,13 +269,14 @@ class Agent:
         worker = self._workforce.ended(pid, code)
         if worker is not None:
             self._devices.ended(worker.name, self._node)
+            self._workforce.estates.ended(pid, self._rank_of(worker.name), code)
         if worker is not None and code not in PLANNED_ENDS and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
 
     def _tell_last_lines(self, worker: Worker, code: int) -> None:
         if self.console.shows(worker.log):
             self.console.poll(to_the_end=True)
-        rank = next((r for r, name in self._seats.items() if name == worker.name), worker.rank)
+        rank = self._rank_of(worker.name, worker.rank)
         what = f"logical rank {rank}" if rank is not None else "a standby"
         text = [f"{worker.name} ({what}) {processes.how_it_ended(code)}"]
         lines = [] if self.console.shows(worker.log) else last_words(worker.log, code)
@@ -315,8 +316,7 @@ class Agent:
             case Inspect():
                 self._workforce.inspect(what)
             case Kill():
-                ranks = {name: rank for rank, name in self._seats.items()}
-                self._workforce.kill_hung(what.worker, ranks.get(what.worker))
+                self._workforce.kill_hung(what.worker, self._rank_of(what.worker))
             case Spawn():
                 if what.node == self._node and not self._ending and not self._signum:
                     self._spawn_standbys(what.count)
@@ -352,7 +352,6 @@ class Agent:
     def _restart(self, order: Restart) -> None:
         self.console.say(f"warm restart {order.number}: {order.reason}")
         self._recoveries.expect(0)
-        self._workforce.estates.clear()
         self._begin = Begin(order.number, order.ranks.get(self._node, []))
         self._workforce.kill_all()
 
@@ -371,6 +370,7 @@ class Agent:
         if begin.ranks and master is None:
             return
         self._begin, self._number = None, begin.number
+        self._workforce.estates.clear()
         devices = self._devices
         # If there are too few sound devices, the control plane will find other nodes for these ranks.
         for rank, device in zip(begin.ranks, devices.sound(len(begin.ranks)), strict=False):
@@ -409,6 +409,9 @@ class Agent:
         if now - self._empty_since > _GRACE_S:
             self._end(128 + self._signum, 0.0)
             self._workforce.kill_all()
+
+    def _rank_of(self, name: str, otherwise: int | None = None) -> int | None:
+        return next((rank for rank, worker in self._seats.items() if worker == name), otherwise)
 
     def _rank_holders(self) -> set[str]:
         return set(self._seats.values()) & self._workforce.workers.keys()

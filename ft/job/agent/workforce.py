@@ -406,6 +406,8 @@ class Workforce:
             return
         if isinstance(report, Beat):
             worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
+            if worker.pid is not None:
+                self.estates.follow(worker.pid, report.memory)
             self._note_progress(worker, report.step)
             return
         if isinstance(report, Inspected):
@@ -440,14 +442,37 @@ def listen() -> tuple[str, socket.socket]:
 
 
 class Estates:
-    """The snapshots of workers that this agent has killed, for the workers that take their seats over on this node.
+    """The snapshots of workers that have crashed or that this agent has killed, for the workers that take their seats
+    over on this node.
 
-    The agent keeps the memory of the snapshots open, so that the end of the process does not free it, until training
-    goes on.
+    The agent opens the memory of each living worker's snapshots, so that the end of the process does not free it, and
+    keeps it open until training goes on. It frees what a worker leaves that somebody else has killed with SIGKILL: that
+    was the kernel, because memory is short, or it stands for the loss of the node.
     """
 
     def __init__(self) -> None:
         self._files: dict[int, list[int]] = {}
+        self._of_living: dict[int, tuple[int, list[int]]] = {}
+
+    def follow(self, pid: int, number: int) -> None:
+        """Open the memory files of a living process, if ``number`` (``Beat.memory``) has changed."""
+        known, files = self._of_living.get(pid, (0, []))
+        if number != known:
+            self._of_living[pid] = number, processes.open_memory(pid, SNAPSHOT_MEMORY)
+            self._close(files)
+
+    def ended(self, pid: int, rank: int | None, code: int) -> None:
+        """Keep the snapshots of a process that has crashed, and free those of one that has ended otherwise.
+
+        Args:
+            rank: logical rank that it held, or None.
+            code: its exit code, or -N if signal N killed it.
+        """
+        _, files = self._of_living.pop(pid, (0, []))
+        if rank is None or rank in self._files or code in (0, -signal.SIGKILL):
+            self._close(files)
+        elif files:
+            self._files[rank] = files
 
     def keep(self, rank: int, pid: int) -> None:
         """Keep the snapshots of the process that holds a logical rank; call it before the process is killed."""

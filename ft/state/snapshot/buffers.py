@@ -6,11 +6,12 @@ While one buffer (slot) is being written, the other one holds the previous compl
 slot A   complete 6    complete 6    complete 6    <- restored from
 slot B   staging  7 -> complete 7    dropped
 
-The memory of a slot is a file without a name (:class:`SlotFile`). The node agent opens it before it kills a worker that
-hangs, so that the worker that takes the seat over on the same node inherits the snapshots.
+The memory of a slot is a file without a name (:class:`SlotFile`). The node agent opens it too, so that the worker that
+takes the seat of a crashed or hung one over on the same node inherits the snapshots.
 """
 
 import contextlib
+import itertools
 import mmap
 import os
 import struct
@@ -125,6 +126,9 @@ class Spare:
             os.close(self.fd)
 
 
+_changes = itertools.count(1)
+
+
 class SlotFile:
     """The memory of a slot as a file without a name (memfd_create(2)), which other processes can open through /proc.
 
@@ -146,7 +150,10 @@ class SlotFile:
         fd: the file descriptor.
         places: name of a section -> its position in bytes.
         end: end of the sections in bytes.
+        changed: number that grows with every slot file that this process makes or closes.
     """
+
+    changed = 0
 
     def __init__(self, sizes: Mapping[str, int], fd: int | None = None, spare: Spare | None = None):
         self.places: dict[str, int] = {}
@@ -162,6 +169,7 @@ class SlotFile:
         if fd is None:
             os.ftruncate(self.fd, at)
         self._head = mmap.mmap(self.fd, mmap.PAGESIZE)  # written without a system call, which a limit could refuse
+        SlotFile.changed = next(_changes)
 
     def publish(self, label: Label) -> None:
         """Say that the file has a complete snapshot, which ``label`` describes.
@@ -184,6 +192,7 @@ class SlotFile:
     def __del__(self) -> None:
         if getattr(self, "fd", None) is not None:
             os.close(self.fd)
+            SlotFile.changed = next(_changes)
 
 
 def read_label(fd: int) -> Label | None:

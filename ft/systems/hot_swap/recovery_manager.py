@@ -25,6 +25,7 @@ from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Tree, tell
 from ft.state.snapshot import Snapshots
+from ft.state.snapshot.buffers import SlotFile
 from ft.state.snapshot.store import slowness
 from ft.systems.hot_swap.recovery import WorkerRecovery
 from ft.systems.hot_swap.redone import Tries
@@ -320,6 +321,7 @@ class RecoveryManager(Layer):
         self._fence_tree = Tree("FENCE")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
         session.progress.lag = lambda: self.snapshots.lag
+        session.progress.memory = lambda: SlotFile.changed
         session.when_closed(self.snapshots.interrupt)
         if self._tries is not None:
             session.when_closed(self._tries.closes)
