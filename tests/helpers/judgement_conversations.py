@@ -1,9 +1,15 @@
 """Conversations about judgements: failures and where ranks go, causes of crashes, health of nodes, planned faults."""
 
+import importlib
+import json
+import os
+import re
 from dataclasses import asdict, replace
 
+import planted_node
 from conversations import Player
 from planted_crashes import TEXTS
+from planted_nvml import pynvml
 
 from ft.faults import Fault, parse, read_scenario, schedule, verdict
 from ft.faults.first_cause import CrashError, EqualErrors, Frame, Raised, class_of_exception, first_cause
@@ -15,7 +21,7 @@ from ft.job.control.state import Agent
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentJoined, Beat
 from ft.job.parts import GroupReport, Holdings
-from ft.platform.health import EVENT, Observation, Reading
+from ft.platform.health import EVENT, Observation, Reader, Reading
 from ft.platform.health.kernel_log import parse as parse_line
 from ft.record import crash
 
@@ -120,6 +126,63 @@ class Health(Player):
         evidence = "evidence" if found.is_evidence else "no evidence"
         place = f"{found.device} {found.observation}".strip()
         return f"{place}: {found.category}, {found.action}, {evidence}: {found.reason} ({found.source})"
+
+
+USUAL_GPU = {
+    **{"used": 1, "errors": 0, "corrected": 4, "row_failed": 0, "retired": 0, "temperature": 60, "action": 0},
+    **{"milliwatts": 310500, "reasons": 0, "replays": 12, "links": [[0, 0, 0, 0], None]},
+}
+
+
+class Readings(Player):
+    """What is read of nodes that are made of files, and of the GPUs of ``planted_nvml``."""
+
+    def do_node(self, files=True, nvml=False, clock=(0, 1500)):
+        """Another node. ``files``: it is a healthy node's tree; ``clock``: what the kernel says of its clock."""
+        self.root = self.folder / str(len(list(self.folder.iterdir())))
+        self.root.mkdir()
+        if files:
+            planted_node.plant(self.root)
+        os.environ["PLANTED_GPUS"] = str(self.root / "gpus.json")
+        module = importlib.reload(pynvml) if nvml else None
+        self.reader = Reader("n0", self.root, module, clock_status=lambda: clock)
+
+    def do_gpus(self, *changes):
+        """From now on NVML says this of each GPU, and the usual of one that is not lost."""
+        gpus = [change if "lost" in change else {**USUAL_GPU, **change} for change in changes]
+        (self.root / "gpus.json").write_text(json.dumps(gpus))
+
+    def do_driver(self, *addresses):
+        """The driver names its GPUs in /proc."""
+        planted_node.gpus(self.root, *addresses)
+
+    def line_log(self, text):
+        """The kernel log has one more line."""
+        self.line_log_begins(f"{text}\n")
+
+    def line_log_begins(self, text):
+        """The kernel log has one more line, whose end is not there yet."""
+        with (self.root / "dev/kmsg").open("a") as file:
+            file.write(text)
+
+    def do_read(self, *only):
+        """Show a reading. ``only``: devices or kinds of observations, ``aliases`` and ``unreadable``."""
+        return self._told(self.reader.read(), only)
+
+    def do_news(self, *only):
+        """Show the events since the last reading."""
+        return self._told(self.reader.news(), only)
+
+    def _told(self, reading: Reading, only) -> list[str]:
+        lines = []
+        for one in reading.observations:
+            value = "" if one.name == "clock.ahead" else f" {one.value:.15g} {one.unit}".rstrip()
+            if not only or {one.device, one.kind} & set(only):
+                text = re.sub(r"^(NVML: .*) at [\d.]+", r"\1 at some time", one.text)
+                lines.append(f"{one.device or 'node'} {one.name}{value}" + f" ({text})" * bool(text))
+        for title, found in (("aliases", reading.aliases), ("unreadable", reading.unreadable)):
+            lines += [f"{title}: {name}: {value}" for name, value in found.items() if not only or title in only]
+        return lines
 
 
 class Faults(Player):
@@ -251,4 +314,11 @@ class Groups(Player):
         ] or ["no groups"]
 
 
-PLAYERS = {"judgement": Judgements, "cause": Errors, "health": Health, "faults": Faults, "groups": Groups}
+PLAYERS = {
+    "judgement": Judgements,
+    "cause": Errors,
+    "health": Health,
+    "readings": Readings,
+    "faults": Faults,
+    "groups": Groups,
+}
