@@ -18,6 +18,7 @@ from part_conversations import PLAYERS as PARTS
 from record_conversations import Hang, Record, Recoveries
 from trainer_conversations import PLAYERS as TRAINED
 from value_conversations import PLAYERS as VALUED
+from worker_conversations import PLAYERS as WORKING
 
 PLAYERS = {
     **{"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record},
@@ -28,6 +29,7 @@ PLAYERS = {
     **STARTED,
     **TRAINED,
     **VALUED,
+    **WORKING,
 }
 FILES = sorted(ROOT.glob("*/*.txt"))
 
