@@ -1,8 +1,9 @@
-"""Conversations about single parts: operators that DMR verifies later, copies from epoch to epoch, texts as data."""
+"""Conversations about single parts: DMR's deferred operators and blame, copies from epoch to epoch, texts as data."""
 
 import contextlib
 import io
 import os
+import re
 import shlex
 from types import SimpleNamespace
 from unittest import mock
@@ -14,8 +15,9 @@ from ft.faults import Fault, worker
 from ft.faults.worker import Injector
 from ft.job.parts import Seat
 from ft.systems.dmr.plan.trace import D_INTER
+from ft.systems.dmr.runtime import findings, suspects
 from ft.systems.dmr.runtime.cursor import OperatorCall
-from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.operators import call_of, properties_of, state_before
 from ft.systems.dmr.runtime.queue import Execution, Queue
 from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment
@@ -122,6 +124,48 @@ class Deferred(Player):
                 f"{kind.name}: {', '.join(words) or 'is not executed again'}; writes {', '.join(written) or '-'}"
             )
         return lines
+
+
+_AT = re.compile(r"(\w+)@(\d+)(?:#(\d+))?(?:/(\d+))?(?:/(\d+))?")
+
+
+class Blame(Player):
+    """Who is blamed for an iteration that keeps coming out wrong, on four ranks."""
+
+    def do_limits(self, ranks=4, earlier=None, **limits):
+        """Another iteration. ``earlier``: rank -> number of its wrong attempts in iterations before."""
+        self.limits, self.attempts = suspects.AttemptLimits(**limits), []
+        counts = {int(rank): count for rank, count in (earlier or {}).items()}
+        self.earlier = {rank: (frozenset({"mm"}),) * counts.get(rank, 0) for rank in range(ranks)}
+        return []
+
+    def do_attempt(self, operator="mm", **ranks):
+        """Show what is decided after an attempt in which ranks have found mismatches (``r2=AT_ONCE``).
+
+        Each rank has one of a kind, in the ``operator``, or some: ``OPERATOR@NUMBER#MICROBATCH/CALL/PART``.
+        """
+        found = {int(rank[1:]): [mismatch(one, operator) for one in _listed(each)] for rank, each in ranks.items()}
+        self.attempts.append({rank: tuple(each) for rank, each in found.items()})
+        outcome = suspects.decide(self.attempts, self.earlier, self.limits)
+        lines = f"{outcome.action} {list(outcome.ranks) or ''}".strip(), outcome.reason, outcome.fix
+        return [": ".join(filter(None, lines))]
+
+    def do_origins(self):
+        """Show where the mismatches of the last attempt begin."""
+        begun = suspects.origins(self.attempts[-1])
+        return [f"rank {rank}: {[one.at.operator for one in each]}" for rank, each in begun.items()]
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def mismatch(text: str, operator: str = "mm") -> Mismatch:
+    """Return a mismatch of a kind in ``operator``, or of two executions at the place that the text says."""
+    if match := _AT.fullmatch(text):
+        index, microbatch, call, part = (int(each or 0) for each in match.groups()[1:])
+        return Mismatch(OperatorCall(match[1], "forward", 0, microbatch, 1, index, call, part), findings.AT_ONCE)
+    return Mismatch(OperatorCall(operator, "forward", 0, 0, 1, 0), getattr(findings, text))
 
 
 class Placement(Player):
@@ -238,4 +282,4 @@ class Injected(Player):
         return lines
 
 
-PLAYERS = {"dmr": Deferred, "injected": Injected, "placement": Placement, "data": Texts}
+PLAYERS = {"blame": Blame, "dmr": Deferred, "injected": Injected, "placement": Placement, "data": Texts}

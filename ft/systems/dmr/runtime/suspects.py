@@ -226,7 +226,7 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
     receivers = tuple(rank for rank in sorted(sure) if sure[rank] == len(attempts))
     if receivers and len(receivers) < world:
         return Outcome(EVICT, receivers, f"received or reduced wrongly in {len(attempts)} attempts")
-    nobody = "all ranks received wrongly in each of them" if receivers else "no rank is known to in all of them"
+    nobody = "all ranks received wrongly in each of them" if receivers else "no rank was wrong in each of them"
     return Outcome(GIVE_UP, reason=f"{len(attempts)} attempts went wrong, and {nobody}")
 
 
