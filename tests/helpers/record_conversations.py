@@ -14,6 +14,7 @@ from ft.faults.hang.causes import diagnose, over_time
 from ft.faults.hang.inspection import SERVER, Across, Departure, Inspection, Operation, Rank, Thread
 from ft.faults.hang.replicas import combine
 from ft.job.agent.console import cause_of_crash
+from ft.job.control.inspections import judge
 from ft.observe.diagnose.hang import as_text as hang_as_text
 from ft.observe.diagnose.hang import as_values
 from ft.observe.diagnose.hang_picture import png
@@ -273,7 +274,7 @@ class Hang(Player):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.replicas = {}
+        self.replicas, self.earlier = {}, []
 
     def do_groups(self, **groups):
         """The process groups of a run, of whose ranks nothing is known yet."""
@@ -318,8 +319,8 @@ class Hang(Player):
         across["QUORUM"] = Across(tuple(waits), 0)
         self.replicas[number] = self.ranks, self.groups, across, why
 
-    def do_combine(self, server=None, **how):
-        """Show the cause in all replicas. ``server``: state of the quorum server's process, which answers nobody."""
+    def combined(self, server=None, **how) -> Inspection:
+        """Return the inspection of all replicas that were told of. ``server``: see ``do_combine``."""
         inspections = {}
         for number, (ranks, groups, across, why) in self.replicas.items():
             for rank, one in ranks.items():
@@ -328,9 +329,31 @@ class Hang(Player):
                 across |= {name: Across((1,), rank) for name in one.counts if name.startswith("STATE")}
             inspections[number] = Inspection(ranks, groups, 100.0, why, across)
         process = None if server is None else Rank(SERVER, "process 77", "n0", server, answers=False)
-        inspection = combine(inspections, server=process, **how)
-        found = over_time([inspection])
-        assert png(inspection, found)
         self.replicas = {}
+        return combine(inspections, server=process, **how)
+
+    def do_then(self):
+        """This was an inspection of all replicas; later ones follow."""
+        self.earlier.append(self.combined())
+
+    def do_combine(self, **how):
+        """Show the cause in all replicas. ``server``: state of the quorum server's process, which answers nobody."""
+        inspection = self.combined(**how)
+        found, self.earlier = over_time([*self.earlier, inspection]), []
+        assert png(inspection, found)
         causes = [(one["replica"], one["rank"], one["kind"]) for one in as_values(inspection, found)["causes"]]
         return [*filter(None, hang_as_text(inspection, found).splitlines()), f"causes: {causes}"]
+
+    def do_numbers(self):
+        """Show how ranks and groups are called in the inspection of all replicas."""
+        seen = self.combined()
+        for number, rank in sorted(seen.ranks.items()):
+            place, peers = seen.places[number], [one.peer for one in rank.operations]
+            yield f"{number}: replica {place.replica} rank {place.rank}, counts {rank.counts}, peers {peers}"
+        yield from (f"{name}: {ranks}" for name, ranks in sorted(seen.groups.items()))
+        yield f"replicas that were not asked: {sorted(seen.unasked)}, that have asked: {sorted(seen.takers)}"
+
+    def do_judge(self, home):
+        """Show what the control plane of a replica hears of its inspection."""
+        found = judge(1, self.combined(home=home))
+        return [*(f"ranks {one.ranks}: {one.why}" for one in found.causes), f"ranks that wait: {found.waiting}"]
