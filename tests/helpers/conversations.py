@@ -127,7 +127,9 @@ class Player:
         at = mock.patch.object(time, "time", lambda: START + self.now)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), at:
             code = cli.main([word.replace("RUN", str(self.folder)) for word in words])
-        text = "\n".join(entries(json.loads(out.getvalue()))) if "--json" in words and code < 2 else out.getvalue()
+        text = out.getvalue()
+        if "--json" in words and text:
+            text = "\n".join(entries(json.loads(text)))
         lines = (text + err.getvalue()).replace(str(self.folder), "RUN").splitlines()
         return [*lines, *([f"exit code {code}"] if code else [])]
 

@@ -1,6 +1,7 @@
 """Conversations about flags of the trainer, checkouts of Megatron-LM, and plans that are made of a profile."""
 
 import json
+from unittest import mock
 
 import torch
 from conversations import Player
@@ -10,11 +11,13 @@ from planted_checkout import FILES, plant
 from ft.adapters.megatron_lm import hooks, tree
 from ft.adapters.megatron_lm.start import resuming
 from ft.adapters.megatron_lm.step import loss_name
+from ft.base.checkout import CHECKOUT
 from ft.commands import checkouts
 from ft.job.agent.options import Script
 from ft.systems.dmr.plan.file import write_trace
 from ft.systems.schedule.kinds import Pipeline
 from megatron.ft_trainer import arguments
+from megatron.ft_trainer.arguments import needs
 
 
 class Trainer(Player):
@@ -48,6 +51,31 @@ class Trainer(Player):
         """Show all problems of these flags alone, of those too that hide others."""
         world, _, flags = text.partition(" ")
         return [f"{problem}: {fix}" for problem, fix in arguments.refusals(flags, int(world), has_te=False)[1]]
+
+
+class Check(Player):
+    """What ``ft check`` says of flags on a machine without a GPU."""
+
+    def line_base(self, text):
+        """From now on these flags of the trainer stand before all others."""
+        self.base = text
+
+    def line_text(self, text):
+        """Show the answer to ``FLAGS OF FT CHECK | FLAGS OF THE TRAINER``, without the networks of this machine."""
+        lines = self._ask(text)
+        return lines[: next((i for i, line in enumerate(lines) if line.startswith("network:")), None)]
+
+    def line_check(self, text):
+        """Show the first line of the answer, and what programs get instead of it."""
+        told = [line for line in self._ask(text, "--json") if not line.startswith("networks: ")]
+        return [self._ask(text)[0], *told]
+
+    def _ask(self, text: str, *more: str) -> list[str]:
+        before, _, flags = text.partition("|")
+        script = next((word for word in before.split() if word.endswith(".py")), f"{CHECKOUT}/pretrain_gpt.py")
+        words = [word for word in before.split() if word != script]
+        with mock.patch.object(needs, "may_have_gpu", lambda: False):
+            return self.ft(["check", *more, *words, script, *self.base.split(), *flags.split()])
 
 
 class Checkout(Player):
@@ -148,4 +176,4 @@ def _key(values, place: str):
     return int(place) if isinstance(values, list) else place
 
 
-PLAYERS = {"trainer": Trainer, "checkout": Checkout, "plan": Plans}
+PLAYERS = {"check": Check, "trainer": Trainer, "checkout": Checkout, "plan": Plans}
