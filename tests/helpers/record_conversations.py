@@ -1,6 +1,7 @@
 """Conversations about records: what is told of recoveries, crashes and hangs, and of the health of a node."""
 
 import json
+import pickle
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -357,3 +358,56 @@ class Hang(Player):
         """Show what the control plane of a replica hears of its inspection."""
         found = judge(1, self.combined(home=home))
         return [*(f"ranks {one.ranks}: {one.why}" for one in found.causes), f"ranks that wait: {found.waiting}"]
+
+
+# --- dumps of torch's flight recorder ---------------------------------------------------------------------------------
+
+_RECORDED = re.compile(r"(?P<name>[\w>-]+(?::[\w<>-]+)?)#(?P<number>\d+)(?P<open>\?)?(?:\*(?P<size>\d+))?")
+
+
+class Traces(Player):
+    """Dumps of torch's flight recorder in folders, which ``ft diagnose hang --traces`` reads."""
+
+    FRAMES = (("all_reduce", "/x/torch/distributed/c.py", 1), ("step", "train.py", 7))
+
+    def do_folder(self):
+        """Another folder, which is RUN from now on."""
+        self.folder = self.folder / "next"
+        self.folder.mkdir()
+
+    def do_dump(self, rank, *recorded, form="pickle", name="nccl_trace_rank_{}", **about):
+        """Write the dump of a rank.
+
+        Args:
+            rank: the rank.
+            recorded: its operations, ``NAME#NUMBER``, and messages, ``send:0->1#NUMBER``; with ``?`` one that has not
+                ended, with ``*5`` one of five values.
+            form: ``pickle`` or ``json``.
+            name: name of the file.
+            about: ``version``, ``group`` (its number and description), ``ranks`` (of the group, as text; None: no group
+                is described), ``first`` (number of the first operation in the buffer).
+        """
+        group, ranks = about.get("group", ["0", "default_pg"]), about.get("ranks", "[0, 1, 2]")
+        entries = [self._entry(n, text, group) for n, text in enumerate(recorded, about.get("first", 0))]
+        described = {group[0]: {"name": group[0], "desc": group[1], "ranks": ranks}} if ranks else {}
+        values = {"version": str(about.get("version", "2.10")), "entries": entries}
+        values |= {"pg_config": described, "pg_status": {}}
+        path = self.folder / name.format(rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(values) if form == "pickle" else json.dumps(values).encode())
+
+    def _entry(self, record: int, text: str, group: list[str]) -> dict:
+        match = _RECORDED.fullmatch(text)
+        shape, name, is_over = [int(match["size"] or 4)], match["name"].replace(":", " "), match["open"] is None
+        return {
+            **{"record_id": record, "pg_id": 0, "process_group": group, "p2p_seq_id": 0, "is_p2p": ":" in text},
+            **{"collective_seq_id": int(match["number"]), "profiling_name": f"nccl:{name}", "retired": is_over},
+            **{"state": "completed" if is_over else "started", "time_created_ns": record},
+            **{"input_sizes": [shape], "output_sizes": [shape], "input_dtypes": ["Float"], "output_dtypes": ["Float"]},
+            "frames": [dict(zip(("name", "filename", "line"), frame, strict=True)) for frame in self.FRAMES],
+        }
+
+    def do_torn(self, rank):
+        """The dump of a rank ends after 40 bytes."""
+        path = self.folder / f"nccl_trace_rank_{rank}"
+        path.write_bytes(path.read_bytes()[:40])

@@ -15,13 +15,14 @@ from judgement_conversations import PLAYERS as JUDGED
 from ladder_conversations import PLAYERS as LADDER
 from launch_conversations import PLAYERS as STARTED
 from part_conversations import PLAYERS as PARTS
-from record_conversations import Hang, Record, Recoveries
+from record_conversations import Hang, Record, Recoveries, Traces
 from trainer_conversations import PLAYERS as TRAINED
 from value_conversations import PLAYERS as VALUED
 from worker_conversations import PLAYERS as WORKING
 
 PLAYERS = {
     **{"recovery": Run, "quorum": Quorum, "report": Recoveries, "hang": Hang, "record": Record},
+    "traces": Traces,
     **JUDGED,
     **LADDER,
     **PARTS,

@@ -95,6 +95,8 @@ def as_text(seen: Inspection, found: Diagnosis) -> str:
     if seen.wall:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.wall))
         lines.append(f"inspection of {_what(seen)}, {at}{f': {seen.why}' if seen.why else ''}")
+    elif seen.why:
+        lines.append(seen.why)
     if not found.causes:
         lines.append(f"no rank is at fault: {_moving(found) or _why_none(seen, found)}")
     elif found.moving and set(found.moving) < {one.replica for rank in seen.ranks if (one := seen.places.get(rank))}:
