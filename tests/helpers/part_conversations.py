@@ -9,18 +9,31 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from conversations import Player
+from conversations import Player, shown
 
 from ft.faults import Fault, worker
 from ft.faults.worker import Injector
 from ft.job.parts import Seat
-from ft.systems.dmr.plan.trace import D_INTER
+from ft.systems.dmr.plan.trace import (
+    D_INTER,
+    NAIVE,
+    PIGGYBACK,
+    AgcSegment,
+    Assignment,
+    MemoryInUse,
+    Operator,
+    Plan,
+    Predicted,
+    Tensor,
+    Trace,
+    Window,
+)
 from ft.systems.dmr.runtime import findings, suspects
-from ft.systems.dmr.runtime.cursor import OperatorCall
+from ft.systems.dmr.runtime.cursor import OperatorCall, Unit, operator_id
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.operators import call_of, properties_of, state_before
 from ft.systems.dmr.runtime.queue import Execution, Queue
-from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment
+from ft.systems.dmr.runtime.strategy import Decision, Planned, PlannedSegment
 from ft.systems.hot_swap.recovery_manager import Placing
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.ft_trainer.data.datasets import read_lengths
@@ -124,6 +137,45 @@ class Deferred(Player):
                 f"{kind.name}: {', '.join(words) or 'is not executed again'}; writes {', '.join(written) or '-'}"
             )
         return lines
+
+
+ASSIGNMENTS = {None: Assignment(NAIVE), "recomputation": Assignment(PIGGYBACK)}
+
+
+class Followed(Player):
+    """How a plan of six operators is followed, of 10 us each in one unit, with windows ``gap`` and ``open`` after them.
+
+    ``gap`` is after the fourth operator in the plan, ``open`` has a length that only the run shows.
+    """
+
+    NAMES = ("mm", "add", "relu", "mm", "mul", "sum")
+
+    def do_plan(self, stage=0, unit="backward", replayed=(), unstable=(), **windows):
+        """Begin with the plan of a stage. ``windows``: ``o1=gap``, ``o0=recomputation``; others are verified at once.
+
+        ``replayed``: numbers of the operators of a segment that is replayed in ``gap``.
+        """
+        ids = [operator_id(stage, unit, 0, 0, number) for number in range(len(self.NAMES))]
+        ops, how = [], {}
+        for number, (key, name) in enumerate(zip(ids, self.NAMES, strict=True)):
+            reads = ("w", f"t{number}")
+            ops.append(Operator(key, name, "backward", 10.0 * number, 10.0, reads, stage=stage, layer=1))
+            segment = "agc" if number in replayed else None
+            how[key] = ASSIGNMENTS.get(windows.get(f"o{number}")) or Assignment(D_INTER, windows[f"o{number}"], segment)
+        tensors = {f"t{number}": Tensor(100.0, 60.0) for number in range(6)} | {"w": Tensor(1e6)}
+        gaps = (Window("gap", 40.0, 0.0, "bubble", stage), Window("open", 50.0, 5.0, "ep", stage, dynamic=True))
+        segments = {"agc": AgcSegment(tuple(ids[number] for number in replayed), "gap", (), 20.0)} if replayed else {}
+        trace = Trace({}, tuple(ops), tensors, gaps, MemoryInUse({}))
+        plan = Plan(trace, how, segments, Predicted(1.0, 1.0, 1.0, 0.0, 0.0))
+        self.planned = Planned(plan, 0, unstable=unstable)
+        return [f"replays {name}: {one.size} operators, due {one.due}" for name, one in self.planned.replays.items()]
+
+    def do_execute(self, *names, unit="backward", in_segment=False):
+        """Show what is decided on the operators of an execution of the unit, by default those of the plan."""
+        for index, name in enumerate(names or self.NAMES):
+            found = self.planned.decide(Unit(unit), index, name, in_segment)
+            yield f"{index} {name}: {shown(found)}"
+        yield f"operators out of place: {sum(self.planned.misfits.values())}"
 
 
 _AT = re.compile(r"(\w+)@(\d+)(?:#(\d+))?(?:/(\d+))?(?:/(\d+))?")
@@ -282,4 +334,7 @@ class Injected(Player):
         return lines
 
 
-PLAYERS = {"blame": Blame, "dmr": Deferred, "injected": Injected, "placement": Placement, "data": Texts}
+PLAYERS = {
+    **{"blame": Blame, "dmr": Deferred, "followed": Followed},
+    **{"injected": Injected, "placement": Placement, "data": Texts},
+}

@@ -1,5 +1,8 @@
-"""Parts of DMR's runtime by themselves: how a plan is followed, what a recomputation is held against, what ranks agree
-on, how much of a window is used, and what an error or an uncovered operator leads to."""
+"""Parts of DMR's runtime by themselves: units that are found again, what a recomputation is held against, what ranks
+agree on, how much of a window is used, and what an error or an uncovered operator leads to.
+
+How a plan is followed is in ``conversations/followed``.
+"""
 
 import math
 import pickle
@@ -9,24 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from part_conversations import Followed
 
 from ft.base.errors import EpochClosed, RecoverableError, UserError
 from ft.faults import verdict
-from ft.systems.dmr.plan.trace import (
-    D_INTER,
-    NAIVE,
-    PIGGYBACK,
-    AgcSegment,
-    Assignment,
-    MemoryInUse,
-    Operator,
-    Plan,
-    Predicted,
-    Tensor,
-    Trace,
-    Window,
-)
-from ft.systems.dmr.runtime.cursor import OperatorCall, Unit, operator_id
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.opaque import Knowledge, agree
 from ft.systems.dmr.runtime.protection import (
@@ -38,90 +28,10 @@ from ft.systems.dmr.runtime.protection import (
 )
 from ft.systems.dmr.runtime.queue import DeviceTime, HostTime, spent_on
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
-from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, OperatorAligner, Planned
+from ft.systems.dmr.runtime.strategy import OperatorAligner
 from ft.systems.dmr.runtime.suspects import GIVE_UP, AttemptLimits, Outcome
 
-# how a plan is followed
-
-
-NAMES = ("mm", "add", "relu", "mm", "mul", "sum")
-
-
-def a_plan(assign: dict[int, Assignment], stage: int = 0, segments=None, rename=None) -> Plan:
-    """Six operators of 10 us in one unit, with a window after the fourth; those not in ``assign`` at once."""
-    ops = tuple(
-        Operator(
-            operator_id(stage, rename or "backward", 0, 0, i),
-            name,
-            "backward",
-            10.0 * i,
-            10.0,
-            ("w", f"t{i}"),
-            stage=stage,
-            layer=1,
-        )
-        for i, name in enumerate(NAMES)
-    )
-    tensors = {f"t{i}": Tensor(100.0, 60.0) for i in range(6)} | {"w": Tensor(1e6)}
-    windows = (Window("gap", 40.0, 0.0, "bubble", stage), Window("open", 50.0, 5.0, "ep", stage, dynamic=True))
-    trace = Trace({}, ops, tensors, windows, MemoryInUse({}))
-    how = {op.id: assign.get(i, Assignment(NAIVE)) for i, op in enumerate(ops)}
-    return Plan(trace, how, segments or {}, Predicted(1.0, 1.0, 1.0, 0.0, 0.0))
-
-
-def decisions(planned: Planned, names=NAMES, in_segment: bool = False) -> list:
-    unit = Unit("backward")
-    return [planned.decide(unit, index, name, in_segment) for index, name in enumerate(names)]
-
-
-def test_a_window_is_known_by_the_operators_before_it():
-    planned = Planned(a_plan({1: Assignment(D_INTER, "gap"), 2: Assignment(D_INTER, "open")}), 0)
-    found = decisions(planned)
-    assert [one.set for one in found] == [NAIVE, D_INTER, D_INTER, NAIVE, NAIVE, NAIVE]
-    assert (found[1].due, found[2].due) == (4, None)
-    # What lives as long as the iteration takes no room.
-    assert found[2].bytes == 100.0
-    assert not planned.misfits
-
-
-def test_what_is_with_the_recomputation_is_at_once_where_nothing_recomputes():
-    planned = Planned(a_plan({0: Assignment(PIGGYBACK)}), 0)
-    assert decisions(planned, in_segment=True)[0].set == PIGGYBACK
-    assert decisions(planned)[0].set == NAIVE
-
-
-def test_an_operator_out_of_place_is_verified_all_the_same_and_the_plan_found_again():
-    late = {i: Assignment(D_INTER, "gap") for i in range(4)}
-    planned = Planned(a_plan(late), 0)
-    found = decisions(planned, ("mm", "zeros", "add", "relu", "mm", "mul", "sum"))
-    assert [one.set for one in found] == [D_INTER, NAIVE, NAIVE, NAIVE, D_INTER, NAIVE, NAIVE]
-    assert sum(planned.misfits.values()) == 3
-    assert [one.ordinal for one in found] == [1, 0, 0, 0, 4, 5, 6]
-    assert [one.set for one in decisions(planned)[:4]] == [D_INTER] * 4, "the next iteration begins anew"
-    assert decisions(planned, ("zeros",) * 3, in_segment=True) == [WITH_RECOMPUTATION] * 3
-    assert planned.decide(Unit("forward"), 0, "mm", False) == AT_ONCE
-
-
-def test_a_unit_without_decisions_asks_for_no_order():
-    planned = Planned(a_plan({}), 0)
-    found = decisions(planned, ("b", "a", *"zzzzzz"))
-    assert {one.set for one in found} == {NAIVE} and not planned.misfits
-    assert [one.ordinal for one in found] == [1, 2, 3, 4, 5, 6, 6, 6]
-
-
-def test_segments_say_how_many_operators_they_replay_and_when():
-    segment = AgcSegment(tuple(operator_id(0, "backward", 0, 0, i) for i in (1, 2)), "gap", (), 20.0)
-    replayed = {i: Assignment(D_INTER, "gap", "agc") for i in (1, 2)}
-    planned = Planned(a_plan(replayed, segments={"agc": segment}), 0, unstable=["relu"])
-    assert (planned.replays["agc"].size, planned.replays["agc"].due) == (1, 4)
-    assert decisions(planned)[1].replay == "agc"
-
-
-def test_plans_of_other_stages_and_of_no_run_are_refused():
-    with pytest.raises(UserError, match="no operators of stage 0, only of stages 1"):
-        Planned(a_plan({}, stage=1), 0)
-    with pytest.raises(UserError, match="does not come from the profile of a run"):
-        Planned(a_plan({}, rename="estimated"), 0)
+# operators of a unit that are found again
 
 
 def test_a_random_unit_is_found_again_after_what_was_put_in_or_left_out(seed):
@@ -138,8 +48,8 @@ def test_a_random_unit_is_found_again_after_what_was_put_in_or_left_out(seed):
         known = [place for place in places if place is not None]
         # Chance may put three letters in a row elsewhere, too; never out of the plan's reach.
         assert all(0 <= place < len(planned) for place in known)
-    follower = OperatorAligner(NAMES)
-    assert [follower.find(i, name) for i, name in enumerate(NAMES)] == list(range(6))
+    follower = OperatorAligner(Followed.NAMES)
+    assert [follower.find(i, name) for i, name in enumerate(Followed.NAMES)] == list(range(6))
 
 
 # a forward held against a recomputation that has operators of its own
