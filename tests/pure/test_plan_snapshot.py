@@ -181,20 +181,12 @@ def test_correlated_failures_against_enumeration(k):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def ask(capsys, flags: str) -> str:
-    assert main(["plan", "snapshot", *flags.split()]) == 0
-    return capsys.readouterr().out
-
-
-BIG = "pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
-
-
-def test_a_table_and_the_same_as_json(capsys):
-    flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --optimizer-time 300ms --params 70B {BIG}"
-    text = ask(capsys, flags)
-    for words in ("64 nodes, 512 ranks: TP8 x DP16 x PP4", "70 B parameters", "k = 3", "fit into the window of 9.70 s"):
-        assert words in text
-    values = json.loads(ask(capsys, "--json " + flags))
+def test_programs_get_what_follows_from_the_sizes(capsys):
+    """Text has the same answer: ``conversations/plan/snapshot.txt``."""
+    flags = "--nodes 64 --nodes-per-rack 4 --step-time 10s --optimizer-time 300ms --params 70B pretrain_gpt.py "
+    flags += "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
+    assert main(["plan", "snapshot", "--json", *flags.split()]) == 0
+    values = json.loads(capsys.readouterr().out)
     assert values["parameters"] == pytest.approx(70e9)
     shard = 70e9 * 12 / 512
     for k, found in enumerate(values["copies"], 1):
@@ -204,15 +196,6 @@ def test_a_table_and_the_same_as_json(capsys):
         assert found["d2h"] == pytest.approx(shard)
         assert found["transfer_s"] == pytest.approx(max(shard / 25e9, 8 * shard * k / 25e9))
     assert values["copies"][0]["loss_per_month"] > 1e4 * values["copies"][1]["loss_per_month"] > 0
-
-
-def test_a_run_without_snapshots_is_in_the_comparison(capsys):
-    flags = f"--nodes 64 --nodes-per-rack 4 --step-time 10s --params 70B {BIG}"
-    text = ask(capsys, flags)
-    head = next(line.split() for line in text.splitlines() if "k = 1" in line)
-    assert head[0] == "none" and "restart from the newest checkpoint" in text
-    values = json.loads(ask(capsys, "--json " + flags))
-    assert values["without"]["loss_per_failure"] == 1.0
-    assert values["without"]["loss_per_month"] == pytest.approx(
-        1 - math.exp(-values["copies"][0]["failures_per_month"])
-    )
+    without, failures = values["without"], values["copies"][0]["failures_per_month"]
+    assert without["loss_per_failure"] == 1.0
+    assert without["loss_per_month"] == pytest.approx(1 - math.exp(-failures))

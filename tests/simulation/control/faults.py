@@ -30,8 +30,22 @@ _AWAITED = {
 }
 """Order -> types of the reports that it requests."""
 _SIGNALS = (-9, -9, -11, -6)
+_WORKER = "{0.name} (rank {0.rank})"
 _PAUSE_S, _LONG_S = (0.05, 0.2, 0.5, 1.5, 4.0), (0.3, 1.0, 2.0, 3.0, 6.0, 15.0)
 """Possible durations in virtual seconds, of the pause of a worker and of all other temporary faults."""
+
+
+def _on(targets: "Callable[[Cluster], list]", do: "Callable[[Cluster, Any], str | None]", title: str) -> Strike:
+    """Return a fault that strikes one of the ``targets`` at random; ``do``: see ``on_worker``."""
+
+    def strike(cluster: "Cluster") -> str:
+        chosen = targets(cluster)
+        if not chosen:
+            return ""
+        target = cluster.rng.choice(chosen)
+        return (do(cluster, target) or "") + title.format(target)
+
+    return strike
 
 
 def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False) -> Strike:
@@ -43,42 +57,22 @@ def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False
             not, because a training script that never attaches is allowed to hang for ever.
     """
 
-    def strike(cluster: "Cluster") -> str:
+    def targets(cluster: "Cluster") -> "list[Worker]":
         everyone = [w for w in cluster.workers() if early or w.attached or cluster.plane.state.attached]
         seated = [w for w in everyone if w.rank >= 0]
-        chosen = seated if seated and cluster.rng.random() < 0.75 else everyone
-        if not chosen:
-            return ""
-        worker = cluster.rng.choice(chosen)
-        return (do(cluster, worker) or "") + f"{worker.name} (rank {worker.rank})"
+        return seated if seated and cluster.rng.random() < 0.75 else everyone
 
-    return strike
+    return _on(targets, do, _WORKER)
 
 
 def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
     """Return a fault that strikes a random worker that is executing the collectives of its epoch."""
-
-    def strike(cluster: "Cluster") -> str:
-        chosen = [w for w in cluster.workers() if w.inside]
-        if not chosen:
-            return ""
-        worker = cluster.rng.choice(chosen)
-        return (do(cluster, worker) or "") + f"{worker.name} (rank {worker.rank})"
-
-    return strike
+    return _on(lambda cluster: [w for w in cluster.workers() if w.inside], do, _WORKER)
 
 
 def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
     """Return a fault that strikes a random agent, and possibly the workers and the control plane on its host."""
-
-    def strike(cluster: "Cluster") -> str:
-        chosen = cluster.living()
-        if not chosen:
-            return ""
-        agent = cluster.rng.choice(chosen)
-        return (do(cluster, agent) or "") + agent.node
-
-    return strike
+    return _on(lambda cluster: cluster.living(), do, "{0.node}")
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------
