@@ -79,7 +79,7 @@ def test_the_page_is_what_the_command_makes():
 def test_the_row_that_a_first_change_adds_fits_the_table():
     guide = (ROOT_FOLDER / "docs" / "first_change.md").read_text()
     (row,) = (eval(code, vars(table)) for code in re.findall(r"^ {8}(FaultRow\(\n.*?\n {8}\)),$", guide, re.M | re.S))
-    assert OF_ACTION[row.sign.action] == row.outcome and row.kind not in NAMES
+    assert OF_ACTION[row.sign.action] == row.outcome
 
 
 def test_every_key_is_on_the_page():
