@@ -123,7 +123,7 @@ class Workforce:
         self._step_times: list[StepTimes] = []
         self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
-        self.kept_snapshots = KeptSnapshots()
+        self.estates = Estates()
         self.inspections = Inspections(place.options.run_dir, place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
@@ -243,7 +243,7 @@ class Workforce:
             processes.send(worker.pid, signal.SIGUSR1)
             time.sleep(_STACK_S)
         if rank is not None and worker is not None and worker.pid is not None:
-            self.kept_snapshots.keep(rank, worker.pid)
+            self.estates.keep(rank, worker.pid)
         self.kill(name)
 
     def _await_answers(self) -> None:
@@ -317,14 +317,14 @@ class Workforce:
             worker.channel.close()
             worker.channel = None
 
-    def hand_over_snapshots(self, joiners: Mapping[int, str]) -> None:
+    def tell_heirs(self, joiners: Mapping[int, str]) -> None:
         """Have the new holders of logical ranks take over the snapshots that this agent keeps for these ranks.
 
         Args:
             joiners: logical rank -> its new worker.
         """
         for rank, name in joiners.items():
-            worker, files = self.workers.get(name), self.kept_snapshots.of(rank)
+            worker, files = self.workers.get(name), self.estates.of(rank)
             if files and worker is not None and worker.channel is not None:
                 worker.channel.send(encode(Inherit(files)))
 
@@ -407,7 +407,7 @@ class Workforce:
         if isinstance(report, Beat):
             worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
             if worker.pid is not None:
-                self.kept_snapshots.follow(worker.pid, report.memory)
+                self.estates.follow(worker.pid, report.memory)
             self._note_progress(worker, report.step)
             return
         if isinstance(report, Inspected):
@@ -441,7 +441,7 @@ def listen() -> tuple[str, socket.socket]:
     return name, listener
 
 
-class KeptSnapshots:
+class Estates:
     """The snapshots of workers that have crashed or that this agent has killed, for the workers that take their seats
     over on this node.
 
