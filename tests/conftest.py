@@ -9,7 +9,9 @@ import json
 import os
 import random
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ pytest_plugins = ["etcd_servers", "fetch_sources", "groups_worker", "hot_swap_fi
 LONGEST_FIRST = ("tests/end_to_end/", "tests/processes/", "tests/pure/")
 LONG = "of the long tier (./tests/run.sh long, or pytest -m long)"
 MOST_SHOWN = 40
+MOST_ASIDE_S = 60.0
 
 
 def pytest_addoption(parser):
@@ -38,12 +41,47 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
 
 
+def pytest_generate_tests(metafunc):
+    """Give tests with the marker `on_ranks` the fixture `ranks`, although they have no parameter for it."""
+    if metafunc.definition.get_closest_marker("on_ranks"):
+        metafunc.fixturenames.append("ranks")
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Execute a test with the marker `on_ranks` on each of its ranks; fixtures get there as arguments."""
+    if (marker := pyfuncitem.get_closest_marker("on_ranks")) is None:
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    pyfuncitem.funcargs["ranks"](pyfuncitem.obj, *marker.args, **marker.kwargs, **given)
+    return True
+
+
 @pytest.fixture
 def seed():
     """Draw a seed below 2^30, and print it, to be given in the variable FT_TEST_SEED to see a failure again."""
     drawn = int(os.environ.get("FT_TEST_SEED") or random.SystemRandom().randrange(1 << 30))
     print("seed", drawn)
     return drawn
+
+
+@pytest.fixture
+def aside():
+    """Return a function that makes a call in a thread, and returns its future; all calls have to end."""
+    made = []
+
+    def call(future, work, given, named):
+        try:
+            future.set_result(work(*given, **named))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def begin(work, *given, **named):
+        made.append(Future())
+        threading.Thread(target=call, args=(made[-1], work, given, named), daemon=True).start()
+        return made[-1]
+
+    yield begin
+    assert not wait(made, MOST_ASIDE_S).not_done, "a call in a thread hangs"
 
 
 @pytest.fixture(autouse=True)

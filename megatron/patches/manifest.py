@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_CORE = "megatron-core 0.16.1 with Python 3.11, 0.19.2 with Python 3.12 and 3.13"
-SUPPORTED_TORCH = "torch 2.13.0 to 2.15.0"
+SUPPORTED_TORCH = "torch 2.8.0 to 2.15.0"
 ALWAYS, ON_CPU = "always", "cpu"
 WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE, WITH_SWAPPED_ENDS = "replicas", "dmr", "checkfree", "swapped ends"
 PROTECTED, IN_WARM_POOL = "protected", "warm pool"

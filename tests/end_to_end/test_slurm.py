@@ -18,7 +18,7 @@ from small_disks import fill, make_room, small_disk
 
 from ft.base import events
 from ft.job.replicas.places import parts_of
-from ft.platform import election, slurm
+from ft.platform import election
 from megatron.ft_trainer.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
@@ -386,16 +386,3 @@ def test_the_example_of_replicas_gives_each_a_set_of_nodes_that_its_model_fits(t
     parts = [part for node in range(nodes) for part in parts_of(node, nodes, *given.values())]
     assert len(parts) == nodes and not any(part.shared for part in parts)
     check(parse(words[words.index("pretrain_gpt.py") + 1 :]), parts[0].world_size, has_te=True)
-
-
-def test_whose_job_is_nobodys():
-    job = {"JobState": "RUNNING", "BatchFlag": "1", "BatchHost": "n1", "NodeList": "n[1-3]"}
-    assert not slurm.is_orphan(job) and slurm.is_orphan({**job, "NodeList": "n[2-3]"})
-    assert not slurm.is_orphan({})
-    assert slurm.is_under_way(job) and not slurm.is_under_way({**job, "BatchFlag": "0"})
-    assert slurm.job_name({"SLURM_JOB_ID": "9"}) == "9" and slurm.job_name({}) is None
-    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
-    assert slurm.job_name(array) == "9_4"
-    assert slurm.lost_first_node({"nodes": {"n0": "ended by SIGKILL", "n1": "up"}})
-    for nodes in ({"n0": "up"}, {"n0": "suspect: two workers died"}, {"n1": "lost"}, None):
-        assert not slurm.lost_first_node({"nodes": nodes})

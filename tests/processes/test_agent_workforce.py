@@ -20,12 +20,22 @@ from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
 
+IDLES = "print(flush=True); input()"
+
 
 class Pool:
     """Says that a worker exists when the test does."""
 
     def __init__(self):
         self.asked, self.born = [], []
+
+    def bear(self, name: str, program: str = IDLES, *words: str) -> subprocess.Popen:
+        """Say that a worker exists; it is a Python program of its own, which has printed its first line."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-c", program, *words], start_new_session=True, **pipes)
+        process.stdout.readline()
+        self.born = [(name, process.pid)]
+        return process
 
     def fork(self, name, log, env):
         self.asked.append(name)
@@ -51,12 +61,8 @@ def begin(tmp_path):
 def test_a_worker_that_is_to_end_before_its_start_is_reported_may_still_save(tmp_path):
     workforce, pool, _, late = begin(tmp_path)
     workforce.terminate({late.name})
-    saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); input()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", saves], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    process.stdout.readline()
-    pool.born = [(late.name, process.pid)]
+    saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"
+    process = pool.bear(late.name, f"{saves}; {IDLES}")
     assert workforce.hear_pool() == []
     assert process.wait(180) == 7
 
@@ -64,8 +70,7 @@ def test_a_worker_that_is_to_end_before_its_start_is_reported_may_still_save(tmp
 def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
     workforce, pool, posted, late = begin(tmp_path)
     workforce.drop_unborn()
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    pool.born = [(late.name, process.pid)]
+    process = pool.bear(late.name)
     assert workforce.hear_pool() == []
     assert process.wait(180) == -9 and posted == []
 
@@ -85,19 +90,20 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_successor_until_training_goes_on(tmp_path):
     workforce, pool, _, hung = begin(tmp_path)
     heir = workforce.spawn(None, 1, 0, ("127.0.0.1", 1))
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, "hangs"], stdout=subprocess.PIPE, start_new_session=True)
-    process.stdout.readline()
+    process = pool.bear(hung.name, HOLDS, "hangs")
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    pool.born = [(hung.name, process.pid)]
     workforce.hear_pool()
     workforce.kill_hung(hung.name, rank=3)
     assert process.wait(180) == -9
 
     mine, other = socket.socketpair()
     heir.channel = Channel(mine)
+    workforce.tell_heirs({2: "n1.w1", 3: "n1.w0"})
     workforce.tell_heirs({2: heir.name, 3: "n1.w0", 4: heir.name})
-    workforce.tell_heirs({3: heir.name})
-    (path,) = decode(other.recv(1 << 16).removesuffix(b"\n")).files
+    workforce.tell_heirs({2: "n1.w0", 3: heir.name})
+    served, inherited = map(decode, other.recv(1 << 16).splitlines())
+    assert (served.rank, served.is_successor, inherited.rank, inherited.is_successor) == (3, False, 3, True)
+    (path,) = inherited.files
     with open(path, "rb") as file:
         assert file.read() == b"a snapshot"
     workforce.estates.clear()
@@ -107,10 +113,8 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
 @pytest.mark.parametrize(("rank", "signum", "is_kept"), [(3, 11, True), (3, 6, True), (3, 9, False), (None, 11, False)])
 def test_the_snapshots_of_a_crashed_worker_are_there_for_its_successor_and_of_no_other(tmp_path, rank, signum, is_kept):
     workforce, pool, _, worker = begin(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, start_new_session=True)
-    process.stdout.readline()
+    process = pool.bear(worker.name, HOLDS)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    pool.born = [(worker.name, process.pid)]
     mine, other = socket.socketpair()
     worker.channel = Channel(mine)
     workforce.hear_pool()
@@ -133,8 +137,7 @@ def test_the_snapshots_of_a_crashed_worker_are_there_for_its_successor_and_of_no
 
 def test_a_worker_that_is_being_killed_is_reported_once_and_before_it_was_reaped(tmp_path):
     workforce, pool, posted, worker = begin(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    pool.born = [(worker.name, process.pid)]
+    process = pool.bear(worker.name)
     workforce.hear_pool()
     assert not workforce.report_killed() and processes.killed_by(process.pid) == 0
     process.kill()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 import time
+from concurrent.futures import wait
 
 import pytest
 from waiting import eventually
@@ -142,7 +143,7 @@ def test_every_follower_gets_every_order_from_where_it_starts(channel):
     assert all(follower.wait_for(29) == numbered(start, 29) for follower, start in ((blocked, 0), *late))
 
 
-def test_two_agents_report_at_once_and_each_in_its_order(channel):
+def test_two_agents_report_at_once_and_each_in_its_order(channel, aside):
     control = channel.host()
     agents = [channel.connect(control, node) for node in ("n0", "n1")]
 
@@ -150,12 +151,10 @@ def test_two_agents_report_at_once_and_each_in_its_order(channel):
         for number in range(1, 41):
             agent.post(number, report(number))
 
-    threads = [threading.Thread(target=say, args=(agent,)) for agent in agents]
-    for thread in threads:
-        thread.start()
+    talking = [aside(say, agent) for agent in agents]
     found = receive(control, 80)
-    for thread in threads:
-        thread.join(LIMIT_S)
+    for each in talking:
+        each.result(LIMIT_S)
     for node in ("n0", "n1"):
         assert numbers([posted for posted in found if posted.node == node]) == list(range(1, 41))
 
@@ -202,17 +201,13 @@ def test_a_control_plane_takes_over_from_one_that_is_gone(channel):
     assert Follower(again, 3).wait_for(3) == numbered(3, 3)
 
 
-def test_agents_wait_until_the_channel_is_as_on_record(channel):
+def test_agents_wait_until_the_channel_is_as_on_record(channel, aside):
     control = channel.host(None)
     agent = channel.connect(control)
-    found: list[int] = []
-    asking = threading.Thread(target=lambda: found.append(agent.taken()), daemon=True)
-    asking.start()
-    asking.join(SOON_S)
-    assert not found
+    asking = aside(agent.taken)
+    assert not wait([asking], SOON_S).done
     control.resume(ChannelRecord(taken={"n0": 9}))
-    asking.join(LIMIT_S)
-    assert found == [9]
+    assert asking.result(LIMIT_S) == 9
 
 
 def test_the_oldest_orders_go_and_the_first_of_a_record_without_orders_is_the_next(channel):

@@ -7,7 +7,7 @@ from collections import deque
 from queue import Queue
 
 import pytest
-from test_control_sidecar import LIMIT_S, TOKEN, Played, repaired, sidecar
+from test_control_sidecar import LIMIT_S, TOKEN, Played, sidecar
 from waiting import eventually
 
 from ft.job import messages as m
@@ -15,7 +15,7 @@ from ft.job.agent.uplink import Linked, ReportRefused, Uplink
 from ft.job.control import journal
 from ft.job.control.channel import AgentChannel
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
-from ft.job.parts import Holdings, Source
+from ft.job.parts import Source
 from ft.platform import election
 from ft.platform.shared_state import keep_on_etcd
 
@@ -65,6 +65,12 @@ class OnEtcd(Played):
         self.process.wait()
         self.channel.close()
 
+    def succeed_with_a_joiner(self):
+        """Have another control plane take over, which is told that the standby has arrived."""
+        self.kill()
+        self.say(m.WorkerArrived("n0.w2", 1))
+        self.begin()
+
     def decisions(self):
         return [
             decision["reason"]
@@ -94,25 +100,11 @@ def played(tmp_path, etcd):
 def test_a_recovery_goes_on_when_the_control_plane_and_a_server_are_killed(played, tmp_path):
     played, servers = played
     played.start()
-    beats = {f"n0.w{rank}": m.Beat(0.0, 0, 7, "compute", 0.1, "step 8", 0.1, 1) for rank in range(2)}
-    played.say(m.AgentBeat("n0", beats), m.Observed("fault_injected", {"node": "n0", "number": 1, "kind": "kill"}))
+    played.train_with_a_fault()
     servers.kill(servers.leader())
-    played.say(m.WorkerExited("n0.w1", "n0", -9, True))
-    assert played.hear(m.Close).epoch == 0
-    assert played.hear(m.Open).joiners == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})))
-    played.kill()
-    played.say(m.WorkerArrived("n0.w2", 1))
-    played.begin()
-    assert played.hear(m.Repair).sources[1] == Source(0, 0)
-    played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
-    assert played.hear(m.Resume) == m.Resume(1, 7)
-    played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
-    assert played.hear(m.Spawn) == m.Spawn("n0", 1)
-    played.say(m.WorkerDone("n0.w0", 1, 9), m.WorkerDone("n0.w2", 1, 9))
-    played.hear(m.Finish)
-    played.say(m.AgentLeaving("n0", 0))
-    assert played.process.wait(LIMIT_S) == 0
+    played.lose_a_worker()
+    played.succeed_with_a_joiner()
+    played.go_on()
     assert sum("is back" in reason for reason in played.decisions()) == 1
 
 
@@ -121,19 +113,14 @@ def test_a_recovery_does_not_wait_for_etcd_and_is_on_record_once_it_is_back(play
     played.start()
     for member in (0, 1):
         servers.kill(member)
-    played.say(m.WorkerExited("n0.w1", "n0", -9, True))
-    assert played.hear(m.Close).epoch == 0
-    assert played.hear(m.Open).joiners == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})))
+    played.lose_a_worker()
     servers.start(0)
     deadline = time.monotonic() + LIMIT_S
     while not any(("n0.w0" in reason and "left" in reason) or "releas" in reason for reason in played.decisions()):
         assert time.monotonic() < deadline and played.process.poll() is None, played.decisions()[-5:]
         played.say(m.Observed("test", {"node": "n0"}))
         time.sleep(0.1)
-    played.kill()
-    played.say(m.WorkerArrived("n0.w2", 1))
-    played.begin()
+    played.succeed_with_a_joiner()
     assert played.hear(m.Repair).sources[1] == Source(0, 0)
 
 

@@ -30,6 +30,13 @@ def follow(channel, seen):
         channel.follow(lambda number, order: seen.put(order), 0)
 
 
+def recorded(path, **how) -> World:
+    """Return a world that trains, and whose control plane has written its journal there."""
+    world = World(**how)
+    world.journal = Journal(path, world.options)
+    return world.run()
+
+
 def without_beats(state):
     for agent in state.agents.values():
         agent.beats, agent.heard_at = {}, 0.0
@@ -38,9 +45,7 @@ def without_beats(state):
 
 def test_how_long_a_device_is_waited_for_can_be_derived_from_the_journal(tmp_path):
     """It is not in the heartbeats of which the journal has only the last, but in the decision on a silence."""
-    world = World(standbys=2, nodes=2, devices=4)
-    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
-    world.run()
+    world = recorded(tmp_path / "journal.jsonl", standbys=2, nodes=2, devices=4)
     world.kill(0)
     lost_at = world.now
     world.wait(4)  # heartbeats without a decision: to a reader of the journal a gap
@@ -58,18 +63,14 @@ def test_how_long_a_device_is_waited_for_can_be_derived_from_the_journal(tmp_pat
 
 def test_what_a_control_plane_that_has_died_wrote_is_over(tmp_path):
     for restarts in (0, 1):
-        world = World(restarts=restarts)
-        world.journal = Journal(tmp_path / "journal.jsonl", world.options)
-        world.run()
+        world = recorded(tmp_path / "journal.jsonl", restarts=restarts)
         assert len(world.events("run_started")) == 1 - restarts
     state = recall(tmp_path / "journal.jsonl").state
     assert state.restarts == 1 and without_beats(state) == without_beats(world.state)
 
 
 def test_a_torn_line_is_left_out(tmp_path):
-    world = World()
-    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
-    world.run()
+    recorded(tmp_path / "journal.jsonl")
     with open(tmp_path / "journal.jsonl", "a") as file:
         file.write('{"now": 5, "repo')
     memory = recall(tmp_path / "journal.jsonl")
@@ -89,9 +90,8 @@ def test_a_torn_line_is_left_out(tmp_path):
     ids=lambda line: line[:40],
 )
 def test_a_damaged_line_is_skipped_and_counted(line, tmp_path):
-    world, path = World(standbys=2), tmp_path / "journal.jsonl"
-    world.journal = Journal(path, world.options)
-    world.run()
+    path = tmp_path / "journal.jsonl"
+    world = recorded(path, standbys=2)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], line.encode() + b"\n", *lines[3:]]))
     memory = recall(path)
@@ -100,9 +100,8 @@ def test_a_damaged_line_is_skipped_and_counted(line, tmp_path):
 
 
 def test_a_journal_whose_later_decisions_need_a_damaged_line_is_refused(tmp_path):
-    world, path = World(standbys=2), tmp_path / "journal.jsonl"
-    world.journal = Journal(path, world.options)
-    world.run()
+    path = tmp_path / "journal.jsonl"
+    world = recorded(path, standbys=2)
     world.kill(3)
     world.recover(6)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -118,22 +117,18 @@ def test_a_journal_whose_later_decisions_need_a_damaged_line_is_refused(tmp_path
 
 def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_history(tmp_path):
     """It was paused, and finds its successor only when it has written once more."""
-    path, worlds = tmp_path / "journal.jsonl", {}
-    for name in ("all", "known"):
-        worlds[name] = World(standbys=2)
-        worlds[name].journal = Journal(tmp_path / f"{name}.jsonl", worlds[name].options)
-        worlds[name].run()
-    first = worlds["all"]
+    path = tmp_path / "journal.jsonl"
+    first, known = (recorded(tmp_path / f"{name}.jsonl", standbys=2) for name in ("all", "known"))
     path.write_bytes((tmp_path / "all.jsonl").read_bytes())
     memory = recall(path)
     first.kill(3)  # written by the first one after its successor has read
     path.write_bytes((tmp_path / "all.jsonl").read_bytes())
     second = Journal(path, None, term=1, memory=memory)
     second.enter(memory.now + 1.0, memory.wall + 1.0, None, [])
-    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+    assert without_beats(recall(path).state) == without_beats(known.state)
     with open(path, "ab") as file:  # and after it has written
         file.write((tmp_path / "all.jsonl").read_bytes()[memory.bytes :])
-    assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
+    assert without_beats(recall(path).state) == without_beats(known.state)
 
 
 def sidecar(folder, log, options, where="tcp://127.0.0.1:0", **given) -> subprocess.Popen:
@@ -189,6 +184,32 @@ class Played:
         assert self.hear(m.Spawn) == m.Spawn("n0", 1)
         self.say(m.WorkerStarted("n0.w2", "n0", 12, None), m.WorkerReady("n0.w2", "n0", "a:2"))
 
+    def lose_a_worker(self):
+        """Have logical rank 1 killed, and return the epoch that is opened with the standby in its place."""
+        self.say(m.WorkerExited("n0.w1", "n0", -9, True))
+        assert self.hear(m.Close).epoch == 0
+        opened = self.hear(m.Open)
+        assert opened.joiners == [1]
+        self.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})))
+        return opened
+
+    def go_on(self):
+        """Repair the state once the standby has arrived, and train to the end."""
+        assert self.hear(m.Repair).sources[1] == Source(0, 0)
+        self.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
+        assert self.hear(m.Resume) == m.Resume(1, 7)
+        self.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
+        assert self.hear(m.Spawn) == m.Spawn("n0", 1)
+        self.say(m.Observed("nonsense", {}), m.WorkerDone("n0.w0", 1, 9), m.WorkerDone("n0.w2", 1, 9))
+        self.hear(m.Finish)
+        self.say(m.AgentLeaving("n0", 0))
+        assert self.process.wait(LIMIT_S) == 0
+
+    def train_with_a_fault(self):
+        """Say that the workers train, and that a fault was injected."""
+        beats = {f"n0.w{rank}": m.Beat(0.0, 0, 7, "compute", 0.1, "step 8", 0.1, 1) for rank in range(2)}
+        self.say(m.AgentBeat("n0", beats), m.Observed("fault_injected", {"node": "n0", "number": 1, "kind": "kill"}))
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -209,22 +230,11 @@ def repaired(worker, rank, how):
 
 def test_a_whole_recovery_and_what_is_on_record_of_it(played, tmp_path):
     played.start()
-    beats = {f"n0.w{rank}": m.Beat(0.0, 0, 7, "compute", 0.1, "step 8", 0.1, 1) for rank in range(2)}
-    played.say(m.AgentBeat("n0", beats), m.Observed("fault_injected", {"node": "n0", "number": 1, "kind": "kill"}))
-    played.say(m.WorkerExited("n0.w1", "n0", -9, True))
-    assert played.hear(m.Close).epoch == 0
-    opened = played.hear(m.Open)
-    assert opened.joiners == [1] and opened.seats[1].worker == "n0.w2" and opened.fired == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
-    assert played.hear(m.Repair).sources[1] == Source(0, 0)
-    played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
-    assert played.hear(m.Resume) == m.Resume(1, 7)
-    played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
-    assert played.hear(m.Spawn) == m.Spawn("n0", 1)
-    played.say(m.Observed("nonsense", {}), m.WorkerDone("n0.w0", 1, 9), m.WorkerDone("n0.w2", 1, 9))
-    played.hear(m.Finish)
-    played.say(m.AgentLeaving("n0", 0))
-    assert played.process.wait(LIMIT_S) == 0
+    played.train_with_a_fault()
+    opened = played.lose_a_worker()
+    assert opened.seats[1].worker == "n0.w2" and opened.fired == [1]
+    played.say(m.WorkerArrived("n0.w2", 1))
+    played.go_on()
     check_record(tmp_path)
 
 

@@ -78,36 +78,24 @@ def test_many_members_at_once(server):
     assert int(member(server).get("sum")) == sum(range(24))
 
 
-def test_whoever_waits_is_answered_as_soon_as_all_keys_are_there(server):
+def test_whoever_waits_is_answered_as_soon_as_all_keys_are_there(server, aside):
     first, second, third = member(server), member(server), member(server)
-    found = []
-    waiting = [
-        threading.Thread(target=lambda: found.append(first.multi_get(["x", "y"]))),
-        threading.Thread(target=lambda: found.append(second.queue_pop("q"))),
-    ]
-    for thread in waiting:
-        thread.start()
+    values, entry = aside(first.multi_get, ["x", "y"]), aside(second.queue_pop, "q")
     third.set("y", "2")
     third.set("x", "1")
-    waiting[0].join(LIMIT_S)
+    assert values.result(LIMIT_S) == [b"1", b"2"] and not entry.done()
     third.queue_push("q", "entry")
-    waiting[1].join(LIMIT_S)
-    assert found == [[b"1", b"2"], b"entry"]
+    assert entry.result(LIMIT_S) == b"entry"
 
 
-def test_an_entry_of_a_queue_is_not_given_to_who_has_left(server):
+def test_an_entry_of_a_queue_is_not_given_to_who_has_left(server, aside):
     leaving, staying = member(server), member(server)
-
-    def wait():
-        with pytest.raises(ConnectionError):
-            leaving.queue_pop("q")
-
-    thread = threading.Thread(target=wait)
-    thread.start()
+    waiting = aside(leaving.queue_pop, "q")
     while not server._of_peer:
         time.sleep(0.001)
     leaving.break_off()
-    thread.join(LIMIT_S)
+    with pytest.raises(ConnectionError):
+        waiting.result(LIMIT_S)
     while server._of_peer:
         time.sleep(0.001)
     staying.queue_push("q", "entry")

@@ -10,8 +10,6 @@ import torch
 from core_wheels import newest_wheel
 
 from ft.base.errors import UserError
-from ft.protection import table
-from ft.systems.dmr import flags as dmr_flags
 from ft.systems.dmr.layer import refuse_opaque_optimizer, refuse_varying_attention
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import parse
@@ -110,34 +108,6 @@ def test_attention_that_varies_is_refused_unless_its_switch_is_off():
         refuse_varying_attention(chunks, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
     refuse_varying_attention(chunks, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"})
     refuse_varying_attention([torch.nn.Identity()], {})
-
-
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({"dsa_kernel_backend": "none", "moe_flex_dispatcher_backend": "deepep"}, ""),
-        ({"dsa_kernel_backend": "cudnn"}, "--dsa-kernel-backend cudnn"),
-        ({"moe_flex_dispatcher_backend": "ncclep"}, "ncclep"),
-        # A fused router is refused if it adds up a loss, and padding only with fused permutation.
-        ({"moe_router_fusion": True, "moe_router_load_balancing_type": ["seq_aux_loss"]}, "--moe-router-fusion"),
-        ({"moe_router_fusion": True, "moe_router_load_balancing_type": "none"}, ""),
-        ({"moe_router_padding_for_fp8": True}, ""),
-        ({"tensor_parallel_num_weight_shards": 4}, "weight-shards"),
-        ({"tensor_parallel_num_weight_shards": 2}, ""),
-        ({"tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None}, ""),
-        ({"expert_tensor_parallel_num_weight_shards": 4}, "weight-shards"),
-        ({"expert_tensor_parallel_num_weight_shards": 2}, ""),
-        ({"expert_tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_size": 1}, "weight-shards"),
-    ],
-)
-def test_options_of_newer_cores_that_dmr_cannot_see_are_refused(more, named):
-    """Older releases of megatron-core do not have all of these options."""
-    options = parse(f"{runs.BASE} --mock-data --tensor-model-parallel-size 2 --ft-dmr piggyback")
-    for name, value in {"expert_tensor_parallel_size": None, **more}.items():
-        setattr(options.core, name, value)
-    modes = table.refused_modes(options.core, table.asked_for(options.fault_tolerance, {}))
-    found = [problem for problem, _ in (*modes, *dmr_flags.check(options, None, 0))]
-    assert bool(found) == bool(named) and all(named in problem for problem in found), found
 
 
 def test_the_number_of_shards_of_a_weight_is_called_so_in_the_newest_core(request, tmp_path):

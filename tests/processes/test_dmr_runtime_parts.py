@@ -6,12 +6,10 @@ import torch
 from ft.protection.undo import Undo
 from ft.state.snapshot.state import RankState
 from ft.systems.dmr.digest import digest
-from ft.systems.dmr.plan.trace import D_INTER, FORWARD, NAIVE, PIGGYBACK, UNCHECKED
-from ft.systems.dmr.runtime import strategy
+from ft.systems.dmr.plan.trace import FORWARD
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
-from ft.systems.dmr.runtime.strategy import WITH_RECOMPUTATION, Decision
 
 SEED = 1234567
 
@@ -84,28 +82,6 @@ def test_early_stopping_leaves_the_rest_unverified(findings):
             segment.again(at(name, index), [torch.tensor([index])])
         segment.end_again()
         assert (findings.flag().item(), findings.unverified) == (0, unverified)
-
-
-NOW, DEFERRED, LEFT_OUT = strategy.AT_ONCE, Decision(D_INTER, 5), Decision(UNCHECKED)
-
-
-@pytest.mark.parametrize(
-    "forward, again, settled",
-    [
-        ([WITH_RECOMPUTATION, NOW], [WITH_RECOMPUTATION, NOW], [PIGGYBACK, NAIVE]),
-        # The run is not as it was planned: forward and recomputation stand at different places of the plan.
-        ([WITH_RECOMPUTATION, WITH_RECOMPUTATION], [DEFERRED, NOW], [PIGGYBACK, PIGGYBACK]),
-        ([NOW, DEFERRED], [WITH_RECOMPUTATION, WITH_RECOMPUTATION], [NAIVE, NAIVE]),
-        # What the forward had not is left to the segment, which verifies it at once (Segment.is_extra).
-        ([NOW], [DEFERRED, WITH_RECOMPUTATION], [D_INTER, PIGGYBACK]),
-        ([LEFT_OUT, NOW], [LEFT_OUT, WITH_RECOMPUTATION], [UNCHECKED, NAIVE]),
-    ],
-)
-def test_forward_and_recomputation_agree_on_what_they_compare(findings, forward, again, settled):
-    segment = Segment(findings, RecomputationSteps())
-    assert [segment.settle(one, "mul", again=False) for one in forward] == forward
-    segment.begin_again()
-    assert [segment.settle(one, "mul", again=True).set for one in again] == settled
 
 
 class Trainee:

@@ -192,11 +192,8 @@ def test_every_operation_answers_as_gloo_itself(both, address):
     assert all(count >= 37 + 2 * is_there for count, is_there in counts)
 
 
-def test_a_member_of_one_has_no_sockets_and_answers_itself(ranks, address):
-    ranks(groups_of_one, 2, address, init=False)
-
-
-def groups_of_one(address):
+@pytest.mark.on_ranks(2, init=False)
+def test_a_member_of_one_has_no_sockets_and_answers_itself(address):
     worker = Worker(address)
     worker.meet("before")
     before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -217,11 +214,8 @@ def groups_of_one(address):
     dist.all_reduce(x, group=mine)
 
 
-def test_a_mistake_of_the_caller_is_no_failure_of_the_group(ranks, address):
-    ranks(mistaken_call, 2, address, init=False)
-
-
-def mistaken_call(address):
+@pytest.mark.on_ranks(2, init=False)
+def test_a_mistake_of_the_caller_is_no_failure_of_the_group(address):
     worker = Worker(address)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         dist.group.WORLD.allreduce([])
@@ -232,7 +226,8 @@ def mistaken_call(address):
     assert x.item() == 2
 
 
-def waits_without_a_limit(address):
+@pytest.mark.on_ranks(2, init=False)
+def test_a_limit_of_zero_is_none(address):
     """Rank 0 waits with a limit of zero for operations that rank 1 begins many slices of a wait later."""
     worker = Worker(address)
     x, out = torch.ones(4), torch.zeros(2)
@@ -254,10 +249,6 @@ def _let_rank_0_wait(worker, name):
     worker.meet(name)
     if worker.rank == 1:
         time.sleep(10 * group_work._SLICE.total_seconds())
-
-
-def test_a_limit_of_zero_is_none(ranks, address):
-    ranks(waits_without_a_limit, 2, address, init=False)
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------
@@ -392,7 +383,8 @@ def test_a_killed_neighbour_is_reported_and_its_epoch_ends(both, address, contro
     assert failures and all("Connection" in text or "closed" in text for _, text in failures)
 
 
-def a_connection_ends_slowly(address):
+@pytest.mark.on_ranks(2, init=False)
+def test_no_thread_is_inside_torch_once_the_groups_are_destroyed(address):
     worker = Worker(address)
     x = torch.ones(1)
     if worker.rank == 0:
@@ -404,11 +396,8 @@ def a_connection_ends_slowly(address):
         dist.all_reduce(x)
     worker.meet("reduced")
     dist.destroy_process_group()
-    return [thread.name for thread in threading.enumerate() if thread.name in ("ft-drop", "ft-groups")]
-
-
-def test_no_thread_is_inside_torch_once_the_groups_are_destroyed(ranks, address):
-    assert ranks(a_connection_ends_slowly, 2, address, init=False) == [[], []]
+    left = [thread.name for thread in threading.enumerate() if thread.name in ("ft-drop", "ft-groups")]
+    assert not left, left
 
 
 def fails_without_a_verdict(address):
@@ -458,7 +447,8 @@ def test_groups_that_were_idle_are_kept(ranks, address):
     assert values[0][1] == 4
 
 
-def a_message_is_left_over(address):
+@pytest.mark.on_ranks(2, init=False)
+def test_a_message_that_was_never_received_is_not_taken_for_a_later_one(address):
     worker = Worker(address)
     group = dist.new_group([0, 1])
     dist.barrier(group=group)
@@ -477,10 +467,6 @@ def a_message_is_left_over(address):
     else:
         dist.recv(x, src=0, group=group)
         assert x.item() == 7
-
-
-def test_a_message_that_was_never_received_is_not_taken_for_a_later_one(ranks, address):
-    ranks(a_message_is_left_over, 2, address, init=False)
 
 
 # --- replacement ------------------------------------------------------------------------------------------------------
@@ -714,7 +700,8 @@ def test_what_other_threads_wait_for_does_not_hide_that_the_training_thread_wait
 # --- the oldest unfinished operation ----------------------------------------------------------------------------------
 
 
-def ages_of_operations(address):
+@pytest.mark.on_ranks(2, init=False)
+def test_the_oldest_unfinished_operation_is_known_without_a_wait(address):
     """Rank 1 starts its part of each operation late. Rank 0 looks at the ages from another thread meanwhile."""
     worker = Worker(address)
     part = dist.new_group([0, 1], group_desc="part")
@@ -755,7 +742,3 @@ def ages_of_operations(address):
         worker.close_all()
     worker.wait_closed()
     assert ages() is None
-
-
-def test_the_oldest_unfinished_operation_is_known_without_a_wait(ranks, address):
-    ranks(ages_of_operations, 2, address, init=False)

@@ -3,8 +3,9 @@
 import os
 import signal
 import stat
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from groups_worker import Worker
 
 from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum, Report
+from ft.state.groups.backends import MOST_IN_MESH, connections, neighbours
 from ft.state.groups.tree import FAN_OUT, Tree, TreeShape
+from ft.systems.hsdp import agreement
 from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.protocol import Question
 from ft.systems.hsdp.rank import Votes, digest
@@ -77,14 +80,20 @@ def test_a_tree_answers_as_one_group(size, fan_out, ranks):
 
 
 class Leader:
-    """A quorum client that keeps the rows of addresses it is told, and gives every question the same quorum."""
+    """A quorum client that keeps the rows of addresses it is told, and gives each question a quorum of its own, all but
+    the first one not before it may."""
+
+    def __init__(self):
+        self.asked, self.may_answer = 0, threading.Event()
 
     def hello(self, rows, steps):
         self.told = rows
 
     def ask(self, report):
+        self.asked += 1
+        assert self.asked == 1 or self.may_answer.wait(LIMIT_S)
         future = Future()
-        future.set_result(Quorum(1, 20, 6, (0,), (), {0: 1}))
+        future.set_result(Quorum(self.asked, 20, 6, (0,), (), {0: 1}))
         return future
 
     def rows(self, replica, life):
@@ -210,7 +219,8 @@ class SlowTree(Tree):
         return parts
 
 
-def leaves_an_operation_behind(address):
+@pytest.mark.on_ranks(7, init=False)
+def test_an_operation_of_a_closed_epoch_does_not_go_on_in_the_next(address):
     worker = Worker(address)
     tree = SlowTree("test", 2)
     tree.delay_s = 1.0
@@ -224,9 +234,70 @@ def leaves_an_operation_behind(address):
     tree.delay_s = 0.0
     plan = worker.plan()
     worker.enter(plan)
-    return len(plan.rebuild), summed(tree, worker)
+    assert plan.rebuild and summed(tree, worker) == [21, 28, 35]
 
 
-def test_an_operation_of_a_closed_epoch_does_not_go_on_in_the_next(ranks, address):
-    for rebuilt, sums in ranks(leaves_an_operation_behind, 7, address, init=False):
-        assert rebuilt and sums == [21, 28, 35]
+# --- large groups, whose pairs are not all connected ------------------------------------------------------------------
+
+LARGE, LISTENERS = MOST_IN_MESH + 3, 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 33, 34, 64, 4096, 98304])
+def test_a_member_has_few_neighbours_and_is_a_neighbour_of_theirs(size):
+    for rank in (0, 1, size // 2, size - 1):
+        near = neighbours(rank, size)
+        assert rank not in near and {(rank + 1) % size, (rank - 1) % size} - {rank} <= set(near)
+        assert all(rank in neighbours(other, size) for other in near)
+    assert connections(size) == (size - 1 if size <= MOST_IN_MESH else len(neighbours(0, size)))
+    assert connections(size) <= max(MOST_IN_MESH - 1, 2 * (size - 1).bit_length())
+
+
+@pytest.mark.on_ranks(LARGE, init=False)
+def test_a_large_group_has_few_sockets_before_and_after_its_operations(address):
+    worker = Worker(address)
+    worker.meet("before")
+    before = sockets()
+    group = dist.new_group(backend="gloo")
+    made = sockets() - before
+    for _ in range(2):
+        x = torch.ones(1000)
+        dist.all_reduce(x, group=group)
+        assert x[0] == worker.size
+        dist.barrier(group)
+        dist.broadcast(x, group=group, group_src=5)
+        dist.all_gather([torch.ones(3) for _ in range(worker.size)], torch.ones(3), group=group)
+    used = sockets() - before
+    worker.meet("after")
+    assert made <= used <= connections(LARGE) + LISTENERS < LARGE - 1, (made, used)
+
+
+# --- the agreement of a replica's ranks, beside their training threads ------------------------------------------------
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank: what it gives to the group is what comes of it."""
+    monkeypatch.setattr(agreement, "_gather", lambda group, row: [row])
+    monkeypatch.setattr(agreement, "_broadcast", lambda group, content: content)
+
+
+def test_the_answer_to_a_question_is_never_that_to_the_one_before(alone, aside):
+    leader = Leader()
+    both = Agreement(None, {})
+    both.begin(leader)
+    question = Question(Report(0, 1, 20, 6), False, 60.0)
+
+    def then(_, agreed):  # what waits for the first quorum goes on with its step, and has failed it already
+        if agreed.quorum.number == 1:
+            both.ask(question, then)
+
+    both.ask(question, then)
+    while leader.asked < 2:
+        threading.Event().wait(0.001)
+    waiting = aside(both.wait)
+    assert not wait([waiting], 0.1).done
+    leader.may_answer.set()
+    assert waiting.result(LIMIT_S).quorum.number == 2
+    both.close()

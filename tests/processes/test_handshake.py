@@ -35,27 +35,12 @@ def pair():
         yield near, far
 
 
-class Accepting(threading.Thread):
-    """The acceptor's part in a thread; ``outcome`` is the dialer's message, or what was raised."""
-
-    def __init__(self, connection: socket.socket, limit_s: float = LIMIT_S, party: Party | None = None):
-        super().__init__(daemon=True)
-        self._connection, self._limit_s = connection, limit_s
-        self._party = party or Party(TOKEN, PURPOSE, is_dialer=False)
-        self.outcome: bytes | Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            theirs, message = accept(self._connection, self._party, self._limit_s, 4, 4)
-            self._connection.sendall(self._party.seal(theirs, b"pong"))
-            self.outcome = message
-        except Exception as error:
-            self.outcome = error
-
-    def ended(self) -> bytes | Exception | None:
-        self.join(LIMIT_S)
-        return self.outcome
+def answer(connection: socket.socket, party: Party | None = None, limit_s: float = LIMIT_S) -> bytes:
+    """Do the acceptor's part; return the dialer's message."""
+    party = party or Party(TOKEN, PURPOSE, is_dialer=False)
+    theirs, message = accept(connection, party, limit_s, 4, 4)
+    connection.sendall(party.seal(theirs, b"pong"))
+    return message
 
 
 @pytest.mark.parametrize("change", [{"token": "another"}, {"token": ""}, {"purpose": "ft-test-2"}])
@@ -95,30 +80,30 @@ def test_the_token_is_not_in_the_text_of_a_party():
     assert TOKEN not in repr(ends())
 
 
-def test_members_meet_and_hear_each_other(pair):
+def test_members_meet_and_hear_each_other(pair, aside):
     near, far = pair
     far.settimeout(7.0)
-    accepting = Accepting(far)
+    accepting = aside(answer, far)
     assert dial(near, ends()[0], LIMIT_S, b"ping", 4)[1] == b"pong"
-    assert accepting.ended() == b"ping"
+    assert accepting.result(LIMIT_S) == b"ping"
     assert (near.gettimeout(), far.gettimeout()) == (None, 7.0)
 
 
-def test_another_token_is_refused_by_name_at_both_ends(pair):
+def test_another_token_is_refused_by_name_at_both_ends(pair, aside):
     near, far = pair
-    accepting = Accepting(far)
+    accepting = aside(answer, far)
     with pytest.raises(HandshakeRefused, match="the token is not that of this run"):
         dial(near, ends("another")[0], LIMIT_S, b"ping", 4)
-    assert isinstance(accepting.ended(), HandshakeRefused)
+    assert isinstance(accepting.exception(LIMIT_S), HandshakeRefused)
 
 
-def test_another_protocol_is_named(pair):
+def test_another_protocol_is_named(pair, aside):
     near, far = pair
-    accepting = Accepting(far)
+    accepting = aside(answer, far)
     with pytest.raises(NotAMember, match="ft-test-1"):
         dial(near, ends(purpose="ft-test-2")[0], LIMIT_S, b"ping", 4)
     near.close()
-    assert isinstance(accepting.ended(), ConnectionError)
+    assert isinstance(accepting.exception(LIMIT_S), ConnectionError)
 
 
 def test_an_acceptor_without_the_token_is_found_out(pair):
@@ -135,7 +120,7 @@ def test_an_acceptor_without_the_token_is_found_out(pair):
         dial(near, ends()[0], LIMIT_S, b"ping", 4)
 
 
-def test_a_mirror_convinces_neither_end(pair):
+def test_a_mirror_convinces_neither_end(pair, aside):
     near, far = pair
 
     def reflect() -> None:
@@ -149,10 +134,10 @@ def test_a_mirror_convinces_neither_end(pair):
         dial(near, ends()[0], LIMIT_S, b"ping", 4)
     left, right = socket.socketpair()
     with left, right:
-        accepting = Accepting(right)
+        accepting = aside(answer, right)
         greeting = left.recv(1000)
         left.sendall(greeting + b"ping" + bytes(PROOF_BYTES))
-        assert isinstance(accepting.ended(), HandshakeRefused)
+        assert isinstance(accepting.exception(LIMIT_S), HandshakeRefused)
 
 
 class Recorder:
@@ -178,21 +163,21 @@ class Recorder:
             sink.sendall(data)
 
 
-def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it():
+def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it(aside):
     (near, near_tap), (far, far_tap) = socket.socketpair(), socket.socketpair()
     with near, far, near_tap, far_tap:
-        recorder, accepting = Recorder(near_tap, far_tap), Accepting(far)
+        recorder, accepting = Recorder(near_tap, far_tap), aside(answer, far)
         dial(near, ends()[0], LIMIT_S, b"ping", 4)
-        assert accepting.ended() == b"ping"
+        assert accepting.result(LIMIT_S) == b"ping"
         recorder.end()
         of_dialer, of_acceptor = recorder.said[near_tap], recorder.said[far_tap]
     assert TOKEN.encode() not in of_dialer + of_acceptor
     assert len(of_dialer + of_acceptor) == 2 * (GREETING_BYTES + 4 + PROOF_BYTES)
     left, right = socket.socketpair()
     with left, right:
-        accepting = Accepting(right)
+        accepting = aside(answer, right)
         left.sendall(of_dialer)
-        assert isinstance(accepting.ended(), HandshakeRefused)
+        assert isinstance(accepting.exception(LIMIT_S), HandshakeRefused)
     left, right = socket.socketpair()
     with left, right, pytest.raises(NotAMember):
         left.sendall(of_acceptor)
@@ -200,38 +185,38 @@ def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it():
 
 
 @pytest.mark.parametrize("cut", [0, 1, 15, 16, 31, 32, 35, 36, GREETING_BYTES + 4 + PROOF_BYTES - 1])
-def test_what_is_cut_off_lets_nobody_in(cut, pair):
+def test_what_is_cut_off_lets_nobody_in(cut, pair, aside):
     near, far = pair
     dialer, acceptor = ends()
-    accepting = Accepting(far, party=acceptor)
+    accepting = aside(answer, far, acceptor)
     near.sendall((dialer.greeting() + dialer.seal(acceptor.challenge, b"ping"))[:cut])
     near.shutdown(socket.SHUT_WR)
-    assert isinstance(accepting.ended(), ConnectionError)
+    assert isinstance(accepting.exception(LIMIT_S), ConnectionError)
 
 
-def test_garbage_never_lets_anybody_in(seed):
+def test_garbage_never_lets_anybody_in(seed, aside):
     rng = random.Random(seed)
     label = Party("", PURPOSE, is_dialer=True).label
     for _ in range(200):
         near, far = socket.socketpair()
         with near, far:
-            accepting = Accepting(far)
+            accepting = aside(answer, far)
             near.sendall(rng.choice([b"", label]) + rng.randbytes(rng.randrange(200)))
             near.shutdown(socket.SHUT_WR)
-            assert isinstance(accepting.ended(), ConnectionError | HandshakeRefused)
+            assert isinstance(accepting.exception(LIMIT_S), ConnectionError | HandshakeRefused)
 
 
-def test_the_limit_is_for_all_of_it_and_not_for_each_byte(pair):
+def test_the_limit_is_for_all_of_it_and_not_for_each_byte(pair, aside):
     near, far = pair
-    accepting, began = Accepting(far, limit_s=0.4), time.monotonic()
+    accepting, began = aside(answer, far, None, 0.4), time.monotonic()
     label = Party("", PURPOSE, is_dialer=True).label
     with closing(near):
         for letter in itertools.chain(label, itertools.repeat(0)):
-            if not accepting.is_alive():
+            if accepting.done():
                 break
             near.sendall(bytes([letter]))
             time.sleep(0.05)
-    assert isinstance(accepting.outcome, TimeoutError) and time.monotonic() - began < LIMIT_S
+    assert isinstance(accepting.exception(LIMIT_S), TimeoutError) and time.monotonic() - began < LIMIT_S
 
 
 def test_a_silent_acceptor_is_given_up(pair):

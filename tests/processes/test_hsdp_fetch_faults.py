@@ -44,6 +44,19 @@ def serving(closing, live, step=STEP) -> StateServer:
     return server
 
 
+class Gate:
+    """An ``answer`` for a :class:`Proxy` that holds the bytes behind the first ``past`` ones up until it is opened."""
+
+    def __init__(self, past: int = HEADS):
+        self._past, self.reached, self.opened = past, threading.Event(), threading.Event()
+
+    def __call__(self, data: bytes, before: int) -> bytes:
+        if before > self._past:
+            self.reached.set()
+            self.opened.wait(WAIT_S)
+        return data
+
+
 def get(sources, into, step=STEP, limit_s=WAIT_S, stall_s=WAIT_S):
     return fetch([s.address for s in sources], TOKEN, step, LINEAGE, into, limit_s, stall_s=stall_s)
 
@@ -148,7 +161,7 @@ def test_damage_in_every_copy_is_a_bad_state(closing):
         get([middle], blank(live))
 
 
-def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(closing, seed):
+def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(closing, aside, seed):
     numbers, rounds = random.Random(seed), 60
     lives = [{"big": torch.zeros(2 << 20), "small": torch.zeros(100, 77)} for _ in range(2)]
     servers = [opened(closing, StateServer("127.0.0.1", TOKEN)) for _ in lives]
@@ -168,16 +181,8 @@ def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(clos
             seen["whole"] += 1
             step += 1
 
-    at, problems = [0], []
-
-    def run() -> None:
-        try:
-            fetcher()
-        except BaseException as problem:
-            problems.append(problem)
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    at = [0]
+    fetching = aside(fetcher)
     try:
         for step in range(1, rounds + 1):
             for server, live in zip(servers, lives, strict=True):
@@ -187,104 +192,60 @@ def test_a_state_that_changes_right_after_its_withdrawal_is_never_seen_torn(clos
                 server.offer(step, LINEAGE, live, {})
             at[0] = step
             time.sleep(numbers.random() * 0.02)
-        eventually(lambda: seen["whole"] or problems)  # the last step stays
+        eventually(lambda: seen["whole"] or fetching.done())  # the last step stays
     finally:
         over.set()
-        thread.join(WAIT_S)
+    fetching.result(WAIT_S)
     print(seen)
-    assert not problems and seen["whole"] and not thread.is_alive()
+    assert seen["whole"]
 
 
-def test_a_withdrawal_is_not_held_up_by_a_peer_that_does_not_read(closing):
+def test_a_withdrawal_is_not_held_up_by_a_peer_that_does_not_read(closing, aside):
     live = state(17, 64)
-    source = serving(closing, live)
-    stuck = threading.Event()
-
-    def stall(data: bytes, before: int) -> bytes:
-        if before > HEADS:
-            stuck.set()
-            over.wait(WAIT_S)
-        return data
-
-    over = threading.Event()
-    middle = opened(closing, Proxy(source.address, stall))
-    refused: list[Exception] = []
-
-    def try_it() -> None:
-        try:
-            get([middle], blank(live))
-        except FetchRefused as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=try_it)
-    thread.start()
-    assert stuck.wait(WAIT_S)
+    source, gate = serving(closing, live), Gate()
+    fetching = aside(get, [opened(closing, Proxy(source.address, gate))], blank(live))
+    assert gate.reached.wait(WAIT_S)
     assert source.under_way() == 1
     (cut,) = source.withdraw(0.05)
     for tensor in live.values():
         tensor.zero_()
     assert cut.sent < cut.nbytes and source.under_way() == 0
-    over.set()
-    thread.join(WAIT_S)
-    assert refused
+    gate.opened.set()
+    with pytest.raises(FetchRefused):
+        fetching.result(WAIT_S)
 
 
-def test_a_withdrawal_waits_for_the_fetch_under_way_and_takes_no_new_one(closing):
+def test_a_withdrawal_waits_for_the_fetch_under_way_and_takes_no_new_one(closing, aside):
     live = state(18, 24)
-    source = serving(closing, live)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hold(data: bytes, before: int) -> bytes:
-        if before > HEADS:
-            begun.set()
-            go_on.wait(WAIT_S)
-        return data
-
-    middle = opened(closing, Proxy(source.address, hold))
-    into, cut = blank(live), []
-    first = threading.Thread(target=lambda: get([middle], into))
-    first.start()
-    assert begun.wait(WAIT_S)
-    last = threading.Thread(target=lambda: cut.extend(source.withdraw(WAIT_S)))
-    last.start()
-    while True:  # until the withdrawal has begun
-        try:
+    source, gate, into = serving(closing, live), Gate(), blank(live)
+    fetching = aside(get, [opened(closing, Proxy(source.address, gate))], into)
+    assert gate.reached.wait(WAIT_S)
+    withdrawing = aside(source.withdraw, WAIT_S)
+    with pytest.raises(FetchRefused):
+        while True:  # until the withdrawal has begun
             get([source], blank(live))
-        except FetchRefused:
-            break
-    go_on.set()
-    last.join(WAIT_S)
-    first.join(WAIT_S)
-    assert not cut and not last.is_alive() and equal(live, into)
+    gate.opened.set()
+    assert not withdrawing.result(WAIT_S)
+    fetching.result(WAIT_S)
+    assert equal(live, into)
 
 
-def test_a_fetch_has_begun_once_every_source_that_can_be_reached_knows_of_it(closing):
+def test_a_fetch_has_begun_once_every_source_that_can_be_reached_knows_of_it(closing, aside):
     live = state(20, 1)
     source, silent = serving(closing, live), opened(closing, socket.create_server(("127.0.0.1", 0)))
     gone = f"127.0.0.1:{silent.getsockname()[1]}"
     silent.close()
-    asked, go_on, has_begun = threading.Event(), threading.Event(), threading.Event()
-
-    def hold(data: bytes, before: int) -> bytes:
-        if before:  # behind the challenge
-            asked.set()
-            go_on.wait(WAIT_S)
-        return data
-
-    middle, into = opened(closing, Proxy(source.address, hold)), blank(live)
-    sources = [gone, source.address, middle.address]
-    fetching = threading.Thread(
-        target=fetch, args=(sources, TOKEN, STEP, LINEAGE, into, WAIT_S), kwargs={"has_begun": has_begun}
-    )
-    fetching.start()
-    assert asked.wait(WAIT_S) and not has_begun.is_set()
-    go_on.set()
+    gate, has_begun, into = Gate(past=0), threading.Event(), blank(live)  # behind the challenge
+    sources = [gone, source.address, opened(closing, Proxy(source.address, gate)).address]
+    fetching = aside(fetch, sources, TOKEN, STEP, LINEAGE, into, WAIT_S, has_begun=has_begun)
+    assert gate.reached.wait(WAIT_S) and not has_begun.is_set()
+    gate.opened.set()
     assert has_begun.wait(WAIT_S)
-    fetching.join(WAIT_S)
+    fetching.result(WAIT_S)
     assert equal(live, into)
 
 
-def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, capfd, seed):
+def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, aside, capfd, seed):
     numbers, live = random.Random(seed), state(19, 2)
     source = serving(closing, live)
     over, got = threading.Event(), []
@@ -296,8 +257,7 @@ def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, capfd, seed):
             got.append(equal(live, into))
 
     idle = [opened(closing, _connected(source)) for _ in range(door.MAX_CONNECTIONS + 10)]  # more than are let in
-    thread = threading.Thread(target=fetch_on)  # after them: whoever is no member yet is sent away by the next to come
-    thread.start()
+    fetching = aside(fetch_on)  # after them: whoever is no member yet is sent away by the next to come
     try:
         for _ in range(300):
             with contextlib.suppress(OSError), _connected(source) as stranger:
@@ -309,7 +269,7 @@ def test_strangers_neither_stop_a_fetch_nor_get_anything(closing, capfd, seed):
         eventually(lambda: len(got) >= some + 3)
     finally:
         over.set()
-        thread.join(WAIT_S)
+    fetching.result(WAIT_S)
     for one in idle:
         one.close()
     print("fetched", len(got))
@@ -369,7 +329,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("answer", OTHERS, ids=range(len(OTHERS)))
 @pytest.mark.parametrize("hangs_up", [True, False])
-def test_a_server_that_is_no_source_is_told_from_one_and_not_waited_for(closing, answer, hangs_up):
+def test_a_server_that_is_no_source_is_told_from_one_and_not_waited_for(closing, aside, answer, hangs_up):
     listener = opened(closing, socket.create_server(("127.0.0.1", 0)))
 
     def speak() -> None:
@@ -381,10 +341,9 @@ def test_a_server_that_is_no_source_is_told_from_one_and_not_waited_for(closing,
             while visitor.recv(1 << 16):
                 pass
 
-    thread = threading.Thread(target=speak)
-    thread.start()
+    speaking = aside(speak)
     address, stall_s = f"127.0.0.1:{listener.getsockname()[1]}", WAIT_S if hangs_up else 0.3
     with pytest.raises((FetchRefused, BadState), match="cannot fetch the state of step 7") as found:
         fetch([address], TOKEN, STEP, LINEAGE, blank(state(22, 0.1)), WAIT_S, stall_s=stall_s)
     assert "the time is up" not in str(found.value)
-    thread.join(WAIT_S)
+    speaking.result(WAIT_S)

@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft.base.errors import FtError, UserError
+from ft.base.errors import FtError
 from ft.protection.contract import Layer
 from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
-from ft.systems.hsdp.layer import initial_assignment
-from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment
 from ft.systems.hsdp.work import Work
@@ -36,60 +34,47 @@ def exchange_of(ring, groups):
     return Exchange(ring, groups, contextlib.nullcontext)
 
 
-def in_threads(*works):
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert not any(thread.is_alive() for thread in threads), "hangs"
+def both(aside, work, *given):
+    """Call ``work`` for both replicas at once, with a value of ``given`` each; return what the calls return."""
+    return [call.result(LIMIT_S) for call in [aside(work, *each) for each in zip((0, 1), *given, strict=True)]]
 
 
-def test_replicas_that_complete_their_buckets_in_different_orders_exchange_them_all_the_same(rings):
+def test_replicas_that_complete_their_buckets_in_different_orders_exchange_them_all_the_same(rings, aside):
     groups = ["a", "b", "c"]
     parts = [{name: torch.full((5,), float(10**i) * (me + 1)) for i, name in enumerate(groups)} for me in (0, 1)]
 
     def replica(me, order):
-        def work():
-            exchange = exchange_of(rings[me], groups)
-            for name in order[:1]:
-                exchange.started(name, [parts[me][name]], None)
-            exchange.open(0.5)
-            for name in order[1:]:
-                exchange.started(name, [parts[me][name]], None)
-            for name in groups:
-                exchange.finished(name)
-            assert not exchange.problem, exchange.problem
+        exchange = exchange_of(rings[me], groups)
+        for name in order[:1]:
+            exchange.started(name, [parts[me][name]], None)
+        exchange.open(0.5)
+        for name in order[1:]:
+            exchange.started(name, [parts[me][name]], None)
+        for name in groups:
+            exchange.finished(name)
+        assert not exchange.problem, exchange.problem
 
-        return work
-
-    in_threads(replica(0, groups), replica(1, groups[::-1]))
+    both(aside, replica, (groups, groups[::-1]))
     for me in (0, 1):
         assert [parts[me][name][0].item() for name in groups] == [1.5, 15.0, 150.0]
 
 
-def test_a_reduction_inside_the_replica_is_waited_for_before_its_buckets_go(rings):
+def test_a_reduction_inside_the_replica_is_waited_for_before_its_buckets_go(rings, aside):
     tensors, reduced = [torch.ones(4), torch.ones(4)], threading.Event()
 
-    def slow():
-        exchange = exchange_of(rings[0], ["a"])
+    def ends():
+        assert reduced.wait(LIMIT_S)
+        tensors[0].fill_(3.0)
+
+    def replica(me):
+        exchange = exchange_of(rings[me], ["a"])
         exchange.open(1.0)
-
-        def ends():
-            assert reduced.wait(LIMIT_S)
-            tensors[0].fill_(3.0)
-
-        exchange.started("a", [tensors[0]], ends)
-        reduced.set()
+        exchange.started("a", [tensors[me]], None if me else ends)
+        if me == 0:
+            reduced.set()
         exchange.finished("a")
 
-    def fast():
-        exchange = exchange_of(rings[1], ["a"])
-        exchange.open(1.0)
-        exchange.started("a", [tensors[1]], None)
-        exchange.finished("a")
-
-    in_threads(slow, fast)
+    both(aside, replica)
     assert tensors[0].tolist() == tensors[1].tolist() == [4.0] * 4
 
 
@@ -111,15 +96,15 @@ def test_a_lost_peer_is_a_problem_and_no_exception_and_the_next_step_begins_clea
     assert not exchange.problem and tensor.tolist() == [0.5] * 3
 
 
-def test_without_a_quorum_nobody_waits_for_an_exchange(rings):
+def test_without_a_quorum_nobody_waits_for_an_exchange(rings, aside):
     exchange = exchange_of(rings[0], ["a"])
     exchange.started("a", [torch.ones(2)], None)
     threading.Timer(0.1, lambda: exchange.give_up("no quorum")).start()
-    in_threads(lambda: exchange.finished("a"))
+    aside(exchange.finished, "a").result(LIMIT_S)
     assert exchange.problem == "no quorum"
 
 
-def test_sums_of_integers_are_exact_and_keep_their_type(rings):
+def test_sums_of_integers_are_exact_and_keep_their_type(rings, aside):
     tokens = [torch.tensor(12345, dtype=torch.int), torch.tensor(54321, dtype=torch.int)]
 
     def work(me):
@@ -127,7 +112,7 @@ def test_sums_of_integers_are_exact_and_keep_their_type(rings):
         exchange.open(1.0)
         exchange.add_up(tokens[me])
 
-    in_threads(lambda: work(0), lambda: work(1))
+    both(aside, work)
     assert [int(each) for each in tokens] == [66666, 66666] and tokens[0].dtype == torch.int
 
 
@@ -199,9 +184,9 @@ class Verifier(Layer):
         return torch.tensor([int(sum(each.sum().item() for each in tensors)), len(tensors)])
 
 
-def test_verified_gradients_are_sent_after_the_verification_and_wrong_ones_never(rings):
+def test_verified_gradients_are_sent_after_the_verification_and_wrong_ones_never(rings, aside):
     tensors, models = [torch.full((4,), 1.0), torch.full((4,), 2.0)], [torch.ones(3), torch.ones(3)]
-    found, names = [], ["a", "b"]
+    names = ["a", "b"]
 
     def work(me):
         exchange = Exchange(
@@ -220,16 +205,13 @@ def test_verified_gradients_are_sent_after_the_verification_and_wrong_ones_never
                 break
             except FtError:
                 assert exchange.is_repeated
-        found.append((exchange.problem, exchange.is_stale))
+        return exchange.problem, exchange.is_stale
 
-    in_threads(lambda: work(0), lambda: work(1))
-    assert found == [("", False)] * 2
+    assert both(aside, work) == [("", False)] * 2
     assert tensors[0].tolist() == tensors[1].tolist() == [3.0] * 4
 
 
-def test_replicas_whose_models_differ_give_the_step_up(rings):
-    found = []
-
+def test_replicas_whose_models_differ_give_the_step_up(rings, aside):
     def work(me):
         exchange = Exchange(
             rings[me], ["a"], contextlib.nullcontext, Verifier(rings[me]), lambda: [torch.full((3,), float(me))]
@@ -238,12 +220,11 @@ def test_replicas_whose_models_differ_give_the_step_up(rings):
         exchange.open(1.0, (me, 2))
         exchange.started("a", [torch.ones(2)], None)
         exchange.finished("a")
-        found.append((exchange.problem, exchange.is_stale))
+        assert "no majority" in exchange.problem and exchange.is_stale
         exchange.begin()
         assert not exchange.is_stale
 
-    in_threads(lambda: work(0), lambda: work(1))
-    assert all("no majority" in problem and is_stale for problem, is_stale in found) and len(found) == 2
+    both(aside, work)
 
 
 def position_of(replica, counter, followed):
@@ -260,19 +241,3 @@ def test_a_position_carries_the_samples_of_all_replicas_to_one_that_was_away():
     other.set(position.get())
     assert other.positions == {0: 8, 1: 4} and other.lineage == 12 and other.mine == 4 and other.step == 3
     assert followed == [(SampleAssignment(2, 4), 4)] and there.extra[KEY]["positions"] == {"0": 8, "1": 4}
-
-
-def test_a_run_of_one_world_is_continued_by_replicas_where_it_ended(tmp_path):
-    place = ReplicaContext(0, 2, tmp_path, "127.0.0.1")
-    assignment, positions = initial_assignment(place, {}, step=5, consumed=40, block=4)
-    assert [assignment.stream(r).index(0) for r in (0, 1)] == [40, 44] and positions == {0: 0, 1: 0}
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"FT_HSDP_REPLICA": "3"}, {"FT_HSDP_REPLICAS": "x"}, {"FT_HSDP_LR_SCALING": "cubic"}]
-)
-def test_variables_that_do_not_fit_together_are_refused(wrong, tmp_path):
-    right = {"FT_HSDP_REPLICA": "1", "FT_HSDP_REPLICAS": "3", "FT_HSDP_RUN_DIR": str(tmp_path)}
-    assert ReplicaContext.from_environment(right).replica == 1 and ReplicaContext.from_environment({}) is None
-    with pytest.raises(UserError):
-        ReplicaContext.from_environment({**right, **wrong})

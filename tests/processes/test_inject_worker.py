@@ -15,7 +15,7 @@ from waiting import eventually
 
 from ft.base.errors import RecoverableError, UserError
 from ft.faults import Fault, write
-from ft.faults.agent import AgentInjector, agents_faults, kill_control
+from ft.faults.agent import AgentInjector
 from ft.faults.worker import Injector
 from ft.platform import election
 
@@ -126,17 +126,6 @@ def test_a_hung_worker_that_is_killed_leaves_nobody_behind(tmp_path):
     eventually(lambda: not below[0].is_running() or below[0].status() == psutil.STATUS_ZOMBIE, "end of the helper")
 
 
-def test_which_faults_are_an_agents():
-    faults = [
-        Fault(1, "kill", step=1, rank=0),
-        Fault(2, "kill", step=1, node="n1"),
-        Fault(3, "partition", step=1, node="n0"),
-        Fault(4, "kill-control", step=1),
-    ]
-    assert [f.number for f in agents_faults(faults, "n0")] == [3, 4]
-    assert [f.number for f in agents_faults(faults, "n1")] == [2, 4]
-
-
 def test_the_control_plane_is_killed_by_step_once(tmp_path):
     control = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     election.renew(tmp_path, election.LeaseRecord(0, 0, "tcp://h:1", "n0", control.pid))
@@ -164,13 +153,6 @@ def test_the_control_plane_is_killed_by_the_clock_unless_it_has_been(tmp_path):
     eventually(lambda: announced, "second fault")
     agent.close()
     assert [fault.number for fault in announced] == [2]
-
-
-@pytest.mark.parametrize("content", [None, "", "{}", '{"pid": "x"}', "[]"])
-def test_no_control_plane_to_kill(content, tmp_path):
-    if content is not None:
-        (tmp_path / "control.json").write_text(content)
-    assert not kill_control(tmp_path)
 
 
 NODE = """

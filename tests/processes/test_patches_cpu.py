@@ -1,11 +1,7 @@
 """On the CPU platform the real megatron-core finds what it asks of CUDA, and draws the numbers a GPU run would."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from pythons import python
 
 from megatron.patches import registry
 
@@ -39,7 +35,8 @@ def test_applying_twice_is_applying_once_and_replaces_what_the_manifest_says(ran
     assert set(applied) - unreplaced - optional == set(names) - optional
 
 
-def tensors_land_on_cpu():
+@pytest.mark.on_ranks(1, init=False)
+def test_cuda_devices_are_the_cpu():
     import torch
 
     from megatron.patches.cpu_torch import TENSOR_MAKERS
@@ -79,11 +76,8 @@ def tensors_land_on_cpu():
         assert kind == ("meta" if isinstance(bad, torch.device) else "refused")
 
 
-def test_cuda_devices_are_the_cpu(ranks):
-    ranks(tensors_land_on_cpu, 1, init=False)
-
-
-def streams_and_events():
+@pytest.mark.on_ranks(1, init=False)
+def test_streams_and_events_are_points_in_program_order():
     import torch
 
     side, default = torch.cuda.Stream(), torch.cuda.default_stream()
@@ -101,22 +95,15 @@ def streams_and_events():
     assert start.elapsed_time(end) >= 0 and end.query()
 
 
-def test_streams_and_events_are_points_in_program_order(ranks):
-    ranks(streams_and_events, 1, init=False)
-
-
-def no_compiler_is_used():
+@pytest.mark.on_ranks(1, init=False)
+def test_core_is_not_compiled_and_torch_compile_is_torchs():
     import torch
 
     from megatron.core.fusions.fused_bias_swiglu import swiglu
     from megatron.core.transformer.torch_norm import L2Norm
 
     compiled = [f for f in (swiglu, L2Norm._norm) if hasattr(f, "_torchdynamo_orig_callable")]
-    return compiled, torch.compile.__module__
-
-
-def test_core_is_not_compiled_and_torch_compile_is_torchs(ranks):
-    assert ranks(no_compiler_is_used, 1, init=False) == [([], "torch")]
+    assert not compiled and torch.compile.__module__ == "torch", (compiled, torch.compile)
 
 
 def test_applying_after_core_was_imported_still_keeps_it_eager(tmp_path):
@@ -128,8 +115,7 @@ def test_applying_after_core_was_imported_still_keeps_it_eager(tmp_path):
         "from torch._dynamo.utils import counters\n"
         "assert swiglu(torch.ones(2, 4)).shape == (2, 2) and not counters['stats'], counters\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], check=False, env=env, capture_output=True, text=True)
+    done = python("-c", script)
     assert done.returncode == 0, done.stderr
 
 
@@ -197,7 +183,8 @@ def test_the_tracker_forks_the_cpu_generator_quietly(ranks):
     assert ranks.output(0) == ""
 
 
-def uneven_parts():
+@pytest.mark.on_ranks(3)
+def test_unequal_parts_are_gathered_and_scattered():
     import torch
     import torch.distributed as dist
 
@@ -213,18 +200,13 @@ def uneven_parts():
     reduced = reduce_scatter_to_sequence_parallel_region(
         whole.detach() + rank, group=dist.group.WORLD, input_split_sizes=sizes
     )
-    return whole[:, 0].tolist(), mine.grad.tolist(), reduced.tolist()
+    assert whole[:, 0].tolist() == [0.0, 2.0, 2.0, 2.0]
+    assert mine.grad.tolist() == [[6.0, 6.0]] * sizes[rank]  # 1 + 2 + 3 from the three ranks
+    assert reduced.tolist() == [[3.0 * rank + 3.0] * 2] * sizes[rank]
 
 
-def test_unequal_parts_are_gathered_and_scattered(ranks):
-    for rank, (whole, gradient, reduced) in enumerate(ranks(uneven_parts, 3)):
-        size = [1, 0, 3][rank]
-        assert whole == [0.0, 2.0, 2.0, 2.0]
-        assert gradient == [[6.0, 6.0]] * size  # 1 + 2 + 3 from the three ranks
-        assert reduced == [[3.0 * rank + 3.0] * 2] * size
-
-
-def norm_parameters():
+@pytest.mark.on_ranks(2)
+def test_torch_norms_take_part_in_sequence_parallelism():
     import torch
 
     from megatron.core import parallel_state
@@ -238,8 +220,5 @@ def norm_parameters():
     norm = WrappedTorchNorm(split, 8)
     plain = WrappedTorchNorm(TransformerConfig(**sizes), 8)
     assert split.sequence_parallel and isinstance(norm, torch.nn.LayerNorm)
-    return [[getattr(p, "sequence_parallel", None) for p in module.parameters()] for module in (norm, plain)]
-
-
-def test_torch_norms_take_part_in_sequence_parallelism(ranks):
-    assert ranks(norm_parameters, 2) == [[[True, True], [None, None]]] * 2
+    found = [[getattr(p, "sequence_parallel", None) for p in module.parameters()] for module in (norm, plain)]
+    assert found == [[True, True], [None, None]], found

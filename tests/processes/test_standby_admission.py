@@ -34,25 +34,23 @@ def test_a_sound_machine_passes_in_a_fraction_of_a_second():
         server.close()
 
 
-def test_a_product_that_differs_once_is_found():
-    calls = []
-
-    def multiply(left, right):
-        calls.append(1)
-        return flipped(left @ right) if len(calls) == 2 else left @ right
-
-    with pytest.raises(ReplaceNodeError, match="differs when it is computed twice"):
-        examine(lambda: None, multiply=multiply)
+def wrong_once():
+    """Return a multiplication whose second result is wrong."""
+    turns = iter((False, True, False))
+    return lambda left, right: flipped(left @ right) if next(turns, False) else left @ right
 
 
-def test_a_product_that_is_wrong_in_the_same_way_each_time_is_found():
-    with pytest.raises(ReplaceNodeError, match="a product of matrices is wrong"):
-        examine(lambda: None, multiply=lambda left, right: flipped(left @ right))
-
-
-def test_a_damaged_copy_is_found():
-    with pytest.raises(ReplaceNodeError, match="a copy of 16 MiB has another checksum"):
-        examine(lambda: None, copy=flipped)
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        ({"multiply": wrong_once()}, "differs when it is computed twice"),
+        ({"multiply": lambda left, right: flipped(left @ right)}, "a product of matrices is wrong"),
+        ({"copy": flipped}, "a copy of 16 MiB has another checksum"),
+    ],
+)
+def test_a_machine_that_computes_or_copies_wrongly_is_found(does, found):
+    with pytest.raises(ReplaceNodeError, match=found):
+        examine(lambda: None, **does)
 
 
 def test_a_process_that_cannot_reach_itself_is_found_after_several_tries():
