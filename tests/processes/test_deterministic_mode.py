@@ -42,7 +42,8 @@ def test_what_is_not_reproducible_is_refused():
         parse(f"{FLAGS} --cross-entropy-loss-fusion")
 
 
-def _enforced() -> list:
+@pytest.mark.on_ranks(1)
+def test_a_process_is_made_reproducible():
     import os
 
     import torch
@@ -51,11 +52,8 @@ def _enforced() -> list:
     torch.set_num_threads(2)
     determinism.enforce()
     cudnn = torch.backends.cudnn
-    return [torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, torch.get_num_threads()]
-
-
-def test_a_process_is_made_reproducible(ranks):
-    assert ranks(_enforced, 1) == [[True, True, False, 1]]
+    assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic and not cudnn.benchmark
+    assert torch.get_num_threads() == 1
 
 
 def test_a_run_is_refused_where_the_environment_contradicts(ranks, tmp_path):
