@@ -6,7 +6,6 @@ import signal
 import time
 from subprocess import CompletedProcess
 
-import pytest
 import replica_runs
 from agent_jobs import ft
 from ft_runs import Running, flags, ft_run
@@ -15,14 +14,6 @@ from replica_runs import Replicas
 from ft.base import events
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
-LIMITS = "stall_s: 2\nsilent_s: 30\ncollective_s: 4\n"
-
-
-@pytest.fixture
-def quick(tmp_path):
-    """Return the flag for limits with which hangs are noticed soon."""
-    (tmp_path / "limits.yaml").write_text(LIMITS)
-    return f"--limits {tmp_path}/limits.yaml"
 
 
 def diagnose(*arguments) -> tuple[int, dict]:
