@@ -142,8 +142,8 @@ def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
 @pytest.mark.parametrize(
     ("holder", "damage", "source", "how"),
     [
-        (0, {"byte": MIB + 17}, Source(0, 0), {"owned": "copy:1", "replicated": "own"}),
-        (1, {"owner": 0, "byte": 3}, Source(1, 1), {"owned": "copy:2", "replicated": "peer:1"}),
+        (0, {"byte": MIB + 17}, Source(0, 0), "copy:1"),
+        (1, {"owner": 0, "byte": 3}, Source(1, 1), "copy:2"),
     ],
     ids=["the own one", "a peer's"],
 )
@@ -151,7 +151,7 @@ def test_a_corrupt_snapshot_is_passed_over_for_the_next(crew, holder, damage, so
     workers = crew(3, copies=2, steps=[5])
     assert workers.snaps[holder].corrupt(**damage) == 5
     live = set_to(workers.live[0], 6)
-    assert workers.snaps[0].restore(live, 5, source, epoch=1) == how
+    assert workers.snaps[0].restore(live, 5, source, epoch=1) == {"owned": how, "replicated": "peer:1"}
     assert is_at(live, 5)
 
 
