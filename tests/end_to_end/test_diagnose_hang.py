@@ -143,10 +143,3 @@ def test_a_stopped_quorum_server_is_named_and_a_run_that_goes_on_has_no_cause(co
     assert before[0] == 0 and before[1]["moving"] == [0, 1, 2], before
     assert code == 1 and named(found) == [(None, None, "stopped")], found
     assert waits(found) == {(replica, 0, "QUORUM", None, None) for replica in range(3)}, found
-
-
-def test_what_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "replica-0").mkdir()
-    for folder in (tmp_path, tmp_path / "replica-0"):
-        done = command(folder)
-        assert done.returncode == 2 and "contains no inspection" in done.stdout, done.stdout

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import small_runs as runs
@@ -121,14 +120,6 @@ def test_a_run_whose_next_steps_are_too_few_for_a_profile_is_refused(ranks, corp
     handle = ranks.start(runs.launch, 1, command, init=False)
     assert [each.exitcode for each in handle.wait(timeout=180)] == [2]
     assert "the run has 4 left" in handle.output(0)
-
-
-def test_no_profile_is_taken_while_the_batch_is_growing():
-    from ft.systems.dmr.layer import Profile
-
-    ramping = SimpleNamespace(steps=100, step=0, batch=8, batch_now=2)
-    with pytest.raises(UserError, match="full batch size of 8, but the ramp-up has reached only 2"):
-        Profile.layer(SimpleNamespace(), ramping, ())
 
 
 def test_the_commands_own_failure_is_the_answer(tmp_path):

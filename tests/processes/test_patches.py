@@ -9,13 +9,11 @@ import pytest
 from pythons import python
 
 from ft.base.errors import UserError
-from megatron.patches import Platform, choose_platform, registry, replace
+from megatron.patches import registry, replace
 from megatron.patches.__main__ import main as patches_command
 from megatron.patches.manifest import (
-    ALWAYS,
     ELSEWHERE,
     EVERY_FUNCTION,
-    ON_CPU,
     ONCE_PER_PROCESS,
     SUPPORTED_CORE,
 )
@@ -178,14 +176,6 @@ def test_without_a_core_the_command_says_what_to_install():
     done = python("-c", program)
     assert done.returncode == 2 and done.stderr.startswith("error: megatron-core is not installed"), done.stderr
     assert "pip install megatron-core" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_machine_with_cuda_gets_nothing_of_the_cpu_platform():
-    assert choose_platform(True) == Platform("cuda", "nccl")
-    assert choose_platform(False) == Platform("cpu", "gloo")
-    assert not any(patch.when == ON_CPU or patch.file.startswith("cpu") for patch in registry.due("cuda"))
-    assert {patch.when for patch in registry.due("cpu")} <= {ALWAYS, ON_CPU}
-    assert registry.due("cpu") == [patch for patch in everything() if patch.when in (ALWAYS, ON_CPU)]
 
 
 class Pickled:

@@ -418,14 +418,6 @@ def test_a_buffer_that_a_forward_pass_replaces_comes_back(corpus):
     assert chunk.module.seen.tolist() == [3.0, 3.0]
 
 
-def test_what_no_snapshot_can_hold_is_named():
-    from ft.base.errors import UserError
-    from ft.state.snapshot import optimizers
-
-    with pytest.raises(UserError, match="'lr_lambdas'"):
-        optimizers.numbers({"step": 1, "lr_lambdas": [len]})
-
-
 def draw() -> list:
     import random
 

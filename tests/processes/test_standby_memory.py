@@ -72,16 +72,6 @@ def test_what_is_built_afterwards_touches_no_new_pages():
     assert part["touched"] < HEAP and part["faults"] < 0.6 * pages, part
 
 
-def test_memory_is_kept_ready_only_where_there_is_twice_as_much():
-    told = []
-    for left in (2 * (HEAP + SNAPSHOT) - 1, 2 * (HEAP + SNAPSHOT)):
-        memory = ReadyMemory(lambda left=left: left)
-        told.append((memory.want(m.Reserve(0, HEAP + SNAPSHOT)), memory.is_wanted))
-    (short, none), (enough, some) = told
-    assert not none and short == "no memory is kept ready: 240 MiB are needed, and the node has 479 MiB left"
-    assert some and enough == "kept ready for a logical rank: 0 MiB of heap, 240 MiB for a snapshot"
-
-
 def touched(memory: ReadyMemory) -> Spare:
     """Touch all that is wanted; return what a snapshot may have."""
     while memory.is_wanted:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pythons import python
 
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.tokenizer import DatasetMeta, build_tokenizer
+from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer, DatasetMeta, NullTokenizer, build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
 
@@ -129,6 +130,16 @@ def test_a_hugging_face_folder_names_its_special_tokens_is_found_again_and_known
     assert of_folder(folder).fingerprint != first.fingerprint
     changed(Path(folder, "tokenizer_config.json"), lambda content: content.update(pad_token="<stop>"))
     assert (of_folder(folder).eod, of_folder(folder).pad) == (2, -1), "padding is never the end of a document"
+
+
+def test_fingerprints_differ_and_are_equal_in_other_processes():
+    mine = [ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint]
+    assert len(set(mine)) == 3
+    code = (
+        "from megatron.ft_trainer.data.tokenizer import *\n"
+        "print(ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint)"
+    )
+    assert python("-c", code).stdout.split() == mine
 
 
 def test_bad_hugging_face_folders(tmp_path):
