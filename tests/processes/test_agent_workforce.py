@@ -98,9 +98,12 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
 
     mine, other = socket.socketpair()
     heir.channel = Channel(mine)
+    workforce.tell_heirs({2: "n1.w1", 3: "n1.w0"})
     workforce.tell_heirs({2: heir.name, 3: "n1.w0", 4: heir.name})
-    workforce.tell_heirs({3: heir.name})
-    (path,) = decode(other.recv(1 << 16).removesuffix(b"\n")).files
+    workforce.tell_heirs({2: "n1.w0", 3: heir.name})
+    served, inherited = map(decode, other.recv(1 << 16).splitlines())
+    assert (served.rank, served.is_successor, inherited.rank, inherited.is_successor) == (3, False, 3, True)
+    (path,) = inherited.files
     with open(path, "rb") as file:
         assert file.read() == b"a snapshot"
     workforce.estates.clear()

@@ -304,7 +304,7 @@ class Agent:
                 self._workforce.tell(what)
                 self._recoveries.expect(what.epoch + 1)
             case Open():
-                self._workforce.tell_heirs({rank: what.seats[rank].worker for rank in what.joiners})
+                self._workforce.tell_heirs({rank: seat.worker for rank, seat in what.seats.items()})
                 self._workforce.tell(what)
                 self.membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()

@@ -317,16 +317,22 @@ class Workforce:
             worker.channel.close()
             worker.channel = None
 
-    def tell_heirs(self, joiners: Mapping[int, str]) -> None:
-        """Have the new holders of logical ranks take over the snapshots that this agent keeps for these ranks.
+    def tell_heirs(self, seats: Mapping[int, str]) -> None:
+        """Have workers of this node take over the snapshots that this agent keeps.
+
+        Those of a logical rank go to its new worker. If that is on another node, a worker of this node serves them.
 
         Args:
-            joiners: logical rank -> its new worker.
+            seats: logical rank -> the worker that is about to hold it.
         """
-        for rank, name in joiners.items():
-            worker, files = self.workers.get(name), self.estates.of(rank)
-            if files and worker is not None and worker.channel is not None:
-                worker.channel.send(encode(Inherit(files)))
+        here = [worker for name in seats.values() if (worker := self.workers.get(name)) and worker.channel is not None]
+        for rank in self.estates.ranks:
+            successor = self.workers.get(seats.get(rank, ""))
+            for worker in here if successor is None else [successor]:
+                if worker.channel is not None:
+                    order = Inherit(self.estates.of(rank), rank, worker is successor)
+                    worker.channel.send(encode(order))
+                    break
 
     def tell(self, order: Any) -> None:
         """Send an order to every attached worker."""
@@ -484,6 +490,11 @@ class Estates:
     def of(self, rank: int) -> list[str]:
         """Return paths at which the kept snapshots of a logical rank can be opened; an empty list if there are none."""
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._files.get(rank, [])]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the logical ranks whose snapshots are kept."""
+        return sorted(self._files)
 
     def clear(self) -> None:
         """Free the memory, except what other processes use."""
