@@ -72,17 +72,18 @@ class CrashError:
 
     Attributes:
         worker: name of the worker, or of the agent if the error is the agent's; "": unknown.
+        rank: its logical rank, None for a standby.
         chain: the exceptions of the traceback, the original one first; empty for an error without exception.
+        trace: the traceback or stack as it was written; "": there is none.
+        signal: number of the signal that killed the process, 0 for none.
         exit_code: exit code of the process if it is not 0 and no signal killed it; None otherwise.
         observed: the class in the order of causes if the error is no exception (HANG, NODE, ...), "" otherwise.
         told: the sentence of the control plane about the error, for one that has no exception.
         when: time in seconds since 1970; None: unknown.
+        step: last committed step.
         attempt: number of times that training had resumed before the error.
         by_us: whether this project has ended the process.
         planned: kind of the planned fault (``--inject``) that was carried out on this worker, "" for none.
-        rank: its logical rank, None for a standby.
-        trace: the traceback or stack as it was written; "": there is none.
-        step: last committed step.
     """
 
     worker: str

@@ -337,6 +337,19 @@ class WorkerArrived(Message):
 
 
 @dataclass(frozen=True)
+class WorkerInherited(Message):
+    """The worker has taken over the snapshots of another one of its node, which has ended.
+
+    Attributes:
+        worker: name of the worker.
+        holdings: the snapshots in its host memory.
+    """
+
+    worker: str
+    holdings: Holdings
+
+
+@dataclass(frozen=True)
 class WorkerRepaired(Message):
     """The worker has rebuilt its process groups and restored its state for the new epoch.
 
@@ -588,13 +601,18 @@ SNAPSHOT_MEMORY = "ft-snapshot"
 
 @dataclass(frozen=True)
 class Inherit(Message):
-    """An agent's order to a joiner: take over the snapshots of the seat's last worker, which was killed or has crashed.
+    """An agent's order to a worker: take over the snapshots of another one, which was killed or has crashed.
 
     Attributes:
         files: paths in /proc at which the memory of the snapshots can be opened.
+        rank: logical rank of the worker that has ended.
+        is_successor: whether the receiver is about to hold that rank. Otherwise it serves the snapshots to others,
+            because the rank goes to a worker of another node.
     """
 
     files: list[str]
+    rank: int
+    is_successor: bool
 
 
 @dataclass(frozen=True)

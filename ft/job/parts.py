@@ -38,6 +38,8 @@ class Holdings:
     Attributes:
         own: steps of the worker's own snapshots.
         copies: logical rank of the owner -> steps of the peer copies that the worker holds for that rank.
+        whole: the same, of those that also have the state that the owner shares with its data-parallel peers: they
+            were the own snapshots of a worker that has ended.
         live: committed step of which the model itself still has the weights, or None if a step that began since may
             have changed them.
     """
@@ -45,6 +47,7 @@ class Holdings:
     own: list[int] = field(default_factory=list)
     copies: dict[int, list[int]] = field(default_factory=dict)
     live: int | None = None
+    whole: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,12 @@ class Source:
             peer copy.
         replicated: logical rank whose worker has the replicated state in its snapshot: the rank itself or a
             data-parallel peer.
+        whose: logical rank whose snapshot that worker has, None if it is the worker's own.
     """
 
     owned: int
     replicated: int
+    whose: int | None = None
 
 
 @dataclass(frozen=True)

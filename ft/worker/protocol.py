@@ -34,7 +34,7 @@ class Orders:
             interrupts the operations in which the training thread may be blocked.
         on_inspect: called with each ``Inspect``, on the same thread; it never enters the queue, because the training
             thread may be blocked.
-        on_inherit: called with each ``Inherit``, on the same thread, before the order that gives the worker its seat.
+        on_inherit: called with each ``Inherit``, on the same thread, before the order that opens an epoch.
     """
 
     def __init__(

@@ -35,7 +35,17 @@ from ft.faults.hang.format import COMMUNICATION, KERNEL, place
 from ft.faults.hang.inspection import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Inherit, Inspect, Inspected, Observed, Open, Reserve, StepTimes
+from ft.job.messages import (
+    Close,
+    Inherit,
+    Inspect,
+    Inspected,
+    Observed,
+    Open,
+    Reserve,
+    StepTimes,
+    WorkerInherited,
+)
 from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
@@ -426,8 +436,11 @@ class Session(protocol.Member):
         for path in order.files:
             with contextlib.suppress(OSError):  # without them, peer copies or a checkpoint are used
                 opened.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        self.server.stock.inherit(opened)
-        print(f"snapshots of the worker before: {self.server.stock.holdings()}", flush=True)
+        self.server.stock.inherit(opened, order.rank, order.is_successor)
+        holdings = self.server.stock.holdings()
+        print(f"with the snapshots that the worker of logical rank {order.rank} has left: {holdings}", flush=True)
+        if not order.is_successor:
+            self.send(WorkerInherited(self.worker, holdings))
 
     def suspect(self, group: str, error: BaseException) -> None:
         """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.

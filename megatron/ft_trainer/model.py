@@ -191,6 +191,9 @@ def build(
             that receives its weights from others.
         verified: whether a protection verifies operators; then gradients are not checked for NaN during the backward
             pass, because a NaN may come from a computation error that the protection corrects.
+
+    Raises:
+        UserError: megatron-core rejects the combination of options.
     """
     config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize)
     chunks = _in_data_parallel(options, config, chunks, verified)
@@ -208,7 +211,7 @@ def build_model(
 ) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Return the configuration and the model chunks of this rank, on its device and in the training precision.
 
-    The arguments are those of :func:`build`.
+    Arguments and errors are those of :func:`build`.
     """
     config = transformer_config(options, layout)
     if not initialize:

@@ -41,6 +41,28 @@ def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_pa
     assert_named(f"n{lost}", done, stays.output())
 
 
+@pytest.mark.parametrize(
+    ("layout", "end", "sources", "replicated"),
+    [
+        (LAYOUT, "segfault", ("copy:0", "copy:2"), ("none", "none")),
+        (LAYOUT.removeprefix("--use-distributed-optimizer "), "kill", ("copy:0", "copy:0"), ("peer:0", "peer:0")),
+    ],
+)
+def test_workers_that_live_serve_what_crashed_ones_of_their_node_have_left(
+    layout, end, sources, replicated, corpus, reference, tmp_path
+):
+    """Ranks 1 and 3 hold each other's copies. Both go to standbys of another node. If 3 is killed, all is left by 1."""
+    faults = f"segfault@step=7:rank=1:phase=backward,{end}@step=6:rank=3:phase=leave"
+    with Nodes(tmp_path, flags(corpus, layout, 20), 3, options=f"--inject {faults}") as nodes:
+        done = nodes[0].wait(180)
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    assert {done.named("epoch_opened")[-1].detail["seats"][rank].split(".")[0] for rank in "13"} == {"n2"}
+    restored = done.named("state_restored")[-1].detail
+    assert tuple(restored["sources"][rank] for rank in "13") == sources, done.explain()
+    assert tuple(restored["replicated"][rank] for rank in "13") == replicated, done.explain()
+    assert done.losses == reference(4, layout, 20)
+
+
 @pytest.mark.long
 def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_place(corpus, reference, tmp_path):
     steps = 500

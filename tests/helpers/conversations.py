@@ -208,12 +208,17 @@ def _told(order, lines: list[str]) -> str:
                 continue
             value = " ".join(f"{rank}={seat.worker}/{seat.local_rank}" for rank, seat in value.items())
         elif name == "sources":
-            pairs = ((rank, one.owned, one.replicated) for rank, one in value.items())
-            value = " ".join(f"{rank}<-{owned}" + f"+{other}" * (other != owned) for rank, owned, other in pairs)
+            value = " ".join(f"{rank}<-{_source(one)}" for rank, one in value.items())
         elif name == "rebuilt":
             value = " ".join(f"{rank}<-{one.previous}|{one.following}" for rank, one in value.items())
         said.append(f"{name}=[{value}]" if isinstance(value, str) else f"{name}={value}")
     return _on_a_line(" ".join([type(order).__name__, *said]))
+
+
+def _source(one) -> str:
+    if one.whose is None:
+        return f"{one.owned}" + f"+{one.replicated}" * (one.replicated != one.owned)
+    return f"{one.owned}+{one.replicated}:{one.whose}"
 
 
 def _on_a_line(text: str) -> str:

@@ -43,9 +43,13 @@ class Ladder(Player):
         self.held = {rank: Holdings(list(steps)) for rank in self.held}
 
     def do_holds(self, rank, *steps, live=None, **copies):
-        """A rank holds these steps, and copies (``of1=[7]``: of rank 1); ``live``: the step of its model."""
-        of = {int(key.removeprefix("of")): steps for key, steps in copies.items()}
-        self.held[rank] = Holdings(list(steps), of, live)
+        """A rank holds these steps, and copies (``of1=[7]``: of rank 1; ``whole1=[7]``: with what its peers have, too).
+
+        ``live``: the step of its model.
+        """
+        whole = {int(key.removeprefix("whole")): held for key, held in copies.items() if key.startswith("whole")}
+        of = {int(key.removeprefix("of")): held for key, held in copies.items() if key.startswith("of")}
+        self.held[rank] = Holdings(list(steps), of | whole, live, whole)
 
     def do_copies(self):
         """Each rank that lives holds what the one before it holds, too."""

@@ -94,12 +94,15 @@ def situation(number: int) -> Situation:
 
 
 def _holds(rng, rank, ranks, peers, steps, torn) -> Holdings:
-    """Return what a worker holds: its own snapshots, and the peer copies of the rank before it, each with gaps."""
+    """Return what a worker holds: its own snapshots, the peer copies of the rank before it, and what a worker of its
+    node has left, each with gaps.
+    """
     own = [at for at in steps if rng.random() >= torn]
     ring = peers[rank] if len(peers[rank]) > 1 else list(ranks)
     before = ring[ring.index(rank) - 1]
     copies = {} if before == rank or rng.random() < 0.2 else {before: [s for s in steps if rng.random() >= torn]}
-    return Holdings(own, copies, rng.choice((None, *own, *own)))
+    whole = {rng.choice(ranks): [at for at in steps if rng.random() >= torn]} if rng.random() < 0.2 else {}
+    return Holdings(own, copies | whole, rng.choice((None, *own, *own)), whole)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,10 @@ class Oracle:
             (h, int(o), s) for h, held in self.memory.holdings.items() for o, of in held.copies.items() for s in of
         }
         self.held -= set(given.unverified)
+        self.whole = self.held & {
+            (h, o, s) for h, held in self.memory.holdings.items() for o, of in held.whole.items() for s in of if o != h
+        }
+        self.held -= {(h, h, s) for h, o, s in self.held if h == o and s not in self.memory.holdings[h].own}
         live = {rank: held.live for rank, held in self.memory.holdings.items()}
         self.live = {r: live.get(r) if (r, r, live.get(r)) in self.held else None for r in self.memory.ranks}
         self.steps = sorted({s for _, _, s in self.held}, reverse=True)
@@ -134,9 +141,12 @@ class Oracle:
         if (rank, rank, step) in self.held:
             return True
         peers = [peer for peer in self.memory.dp_peers[rank] if peer != rank]
+        left = {owner for _, owner, at in self.whole if at == step}
         copied = any((holder, rank, step) in self.held for holder in self.memory.ranks)
         alone = not peers or rank in self.memory.complete
-        return copied and (alone or any((peer, peer, step) in self.held for peer in peers))
+        return rank in left or (
+            copied and (alone or any(peer in left or (peer, peer, step) in self.held for peer in peers))
+        )
 
     def newest(self) -> int | None:
         """Return the newest step of which all ranks have a source."""
@@ -234,7 +244,8 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
     for rank, source in plan.sources.items():
         if (source.owned, rank, plan.step) not in oracle.held:
             said.append(f"rank {rank} takes an unverified state of step {plan.step} from {source.owned}")
-        whole = (source.replicated, source.replicated, plan.step) in oracle.held
+        whose = source.replicated if source.whose is None else source.whose
+        whole = (source.replicated, whose, plan.step) in (oracle.held if source.whose is None else oracle.whole)
         if not whole and (source.replicated != source.owned or source.owned == rank):
             said.append(f"rank {rank} takes an unverified replicated state from {source.replicated}")
     places = oracle.given.stages.places

@@ -53,7 +53,7 @@ def test_a_step_is_the_same_bit_for_bit_and_effects_count_once(name, flags, rank
 
 
 def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[str, int], list]:
-    """One fault after the other, in each execution of each thing that the function computes; and the executions."""
+    """Return how often the function computes each thing, and what follows from a fault in each of these executions."""
     import torch.distributed as dist
 
     from ft.systems.dmr.runtime.suspects import AttemptLimits, WrongAttempts
@@ -85,9 +85,9 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     return counts, found
 
 
-AT_ONCE = ("Scaled", "Gathering")
-"""Without recomputation, most functions are executed as with it: these, without and with communication, stand for them
-in the default tier."""
+WITHOUT_RECOMPUTATION = ("Scaled", "Gathering")
+"""Functions in the default tier that are also tried without recomputation, one without communication and one with it;
+most functions are executed in the same way with and without it."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ in the default tier."""
     [
         *((name, "piggyback", FULL) for name in planted.PLACES),
         *(
-            pytest.param(name, "naive", "", marks=() if name in AT_ONCE else pytest.mark.long)
+            pytest.param(name, "naive", "", marks=() if name in WITHOUT_RECOMPUTATION else pytest.mark.long)
             for name in planted.PLACES
         ),
     ],

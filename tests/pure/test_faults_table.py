@@ -7,7 +7,7 @@ import pytest
 from fault_bundles import BUNDLES, ELSEWHERE
 
 from ft.cli import main
-from ft.faults import Fault, parse, read_scenario, schedule
+from ft.faults import Fault, parse, read_scenario, schedule, table
 from ft.faults.faults import OF_CONTROL, OF_NODE
 from ft.faults.page import PAGE, SCENARIO, page, read_times
 from ft.faults.spec import KEYS
@@ -74,6 +74,12 @@ def test_each_kind_is_tested_end_to_end(row):
 
 def test_the_page_is_what_the_command_makes():
     assert (ROOT_FOLDER / PAGE).read_text() == page(read_times(ROOT_FOLDER)), "run: python -m ft.faults.page"
+
+
+def test_the_row_that_a_first_change_adds_fits_the_table():
+    guide = (ROOT_FOLDER / "docs" / "first_change.md").read_text()
+    (row,) = (eval(code, vars(table)) for code in re.findall(r"^ {8}(FaultRow\(\n.*?\n {8}\)),$", guide, re.M | re.S))
+    assert OF_ACTION[row.sign.action] == row.outcome
 
 
 def test_every_key_is_on_the_page():

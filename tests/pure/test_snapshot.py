@@ -208,8 +208,15 @@ def test_who_has_the_files_of_the_slots_has_the_complete_snapshots(copier):
     del first
 
     heir = CopyStore()
-    heir.inherit(opened)
-    assert heir.holdings() == Holdings([5, 6], {3: [6]})
+    neighbour = CopyStore()
+    filled(copier, neighbour.copies(9), 6, 0, {"owned": state["owned"]})
+    neighbour.inherit(map(os.dup, opened), 9, False)
+    assert neighbour.holdings() == Holdings([], {3: [6], 9: [5, 6]}, whole={3: [6], 9: [5, 6]})
+    second = CopyStore()  # who inherits from the neighbour does not take the others' snapshots for its own
+    second.inherit([*files(neighbour.copies(9)), *files(neighbour.copies(3))], 2, True)
+    assert second.holdings() == neighbour.holdings()
+    heir.inherit(opened, 9, True)
+    assert heir.holdings() == Holdings([5, 6], {3: [6]}, whole={3: [6]})
     slot = heir.own.find(6)
     assert slot.damage() is None and slot.meta == b"6"
     for name, part in slot.parts.items():
@@ -226,11 +233,11 @@ def test_a_snapshot_that_is_being_written_or_was_undone_is_not_inherited(copier)
         filled(copier, snapshots, step, 0, sections())
     snapshots.begin(7, 0, tables_of(sections()))
     heir = CopyStore()
-    heir.inherit(files(snapshots))
+    heir.inherit(files(snapshots), 0, True)
     assert heir.holdings().own == [6]
     snapshots.drop_after(5)
     heir = CopyStore()
-    heir.inherit(files(snapshots))
+    heir.inherit(files(snapshots), 0, True)
     assert heir.holdings().own == []
 
 
@@ -246,7 +253,7 @@ def test_a_damaged_or_foreign_file_is_not_inherited_and_a_flipped_bit_of_a_tenso
     assert read_label(fd).step == 5
     os.pwrite(fd, bytes([os.pread(fd, 1, 2 << 20)[0] ^ 4]), 2 << 20)
     heir = CopyStore()
-    heir.inherit([fd, os.memfd_create("other"), os.open(os.devnull, os.O_RDWR)])
+    heir.inherit([fd, os.memfd_create("other"), os.open(os.devnull, os.O_RDWR)], 0, True)
     assert heir.own.find(5).damage() == "chunk 0 of 4 of its owned tensors"
 
 
@@ -265,11 +272,11 @@ def test_a_limit_on_the_size_of_files_costs_the_inheritance_and_no_snapshot(copi
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     heir = CopyStore()
-    heir.inherit(files(inherited))
+    heir.inherit(files(inherited), 0, True)
     assert heir.holdings().own == []
     for step in (8, 9):  # 8 is in the slot whose memory was made under the limit
         filled(copier, inherited, step, 0, sections())
-    heir.inherit(files(inherited))
+    heir.inherit(files(inherited), 0, True)
     assert heir.holdings().own == [9]
 
 
@@ -277,7 +284,7 @@ def test_what_an_heir_has_already_is_not_taken_over_again(copier):
     snapshots, heir = PingPong(), CopyStore()
     filled(copier, snapshots, 5, 0, sections())
     for _ in range(2):
-        heir.inherit(files(snapshots))
+        heir.inherit(files(snapshots), 0, True)
     assert [slot.step for slot in heir.own._slots] == [5, -1]
 
 

@@ -159,6 +159,17 @@ def worker_arrived(state: ControlState, now: float, report: m.WorkerArrived, out
     out.note(events.JOINER_ARRIVED, epoch=state.epoch, worker=worker.name, node=worker.node, rank=worker.rank)
 
 
+def worker_inherited(state: ControlState, now: float, report: m.WorkerInherited, out: Decisions) -> None:
+    """Record that a worker has taken over the snapshots of another one, which has ended."""
+    worker = state.workers.get(report.worker)
+    if worker is None:
+        out.add(f"ignored: {report.worker}, which has inherited snapshots, is unknown or gone")
+        return
+    worker.inherited = report.holdings
+    ranks = ", ".join(map(str, report.holdings.whole))
+    out.add(f"{report.worker} serves what workers of its node have left, which held logical rank(s) {ranks}")
+
+
 def worker_repaired(state: ControlState, now: float, report: m.WorkerRepaired, out: Decisions) -> None:
     """Record that a worker has rebuilt its groups and restored its state."""
     worker = state.workers.get(report.worker)

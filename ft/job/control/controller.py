@@ -63,6 +63,7 @@ _HANDLERS: dict[type, Callable[[ControlState, float, Any, Decisions], None]] = {
     m.WorkerReady: arrivals.worker_ready,
     m.WorkerReleased: arrivals.worker_released,
     m.WorkerArrived: arrivals.worker_arrived,
+    m.WorkerInherited: arrivals.worker_inherited,
     m.WorkerRepaired: arrivals.worker_repaired,
     m.WorkerResumed: arrivals.worker_resumed,
     m.WorkerDone: arrivals.worker_done,

@@ -245,7 +245,7 @@ def _order_resume(state: ControlState, now: float, out: Decisions) -> None:
         ends.stop(state, now, 1, message, out)
         return
     for worker in state.seated():
-        worker.empty = False
+        worker.empty, worker.inherited = False, None
     state.step = repair.step
     out.add("the invariants hold", m.Resume(epoch, repair.step))
     state.enter(RESUMING, now)

@@ -394,13 +394,16 @@ class Situation:
             return self.memory
         kept = {}
         for holder, held in self.memory.holdings.items():
-            own = [step for step in held.own if (holder, holder, step) not in self.unverified]
-            copies = {
-                owner: [step for step in steps if (holder, owner, step) not in self.unverified]
-                for owner, steps in held.copies.items()
-            }
-            kept[holder] = Holdings(own, copies, held.live if held.live in own else None)
+            own = self._verified(holder, {holder: held.own})[holder]
+            copies, whole = self._verified(holder, held.copies), self._verified(holder, held.whole)
+            kept[holder] = Holdings(own, copies, held.live if held.live in own else None, whole)
         return replace(self.memory, holdings=kept)
+
+    def _verified(self, holder: int, held: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        return {
+            owner: [step for step in steps if (holder, owner, step) not in self.unverified]
+            for owner, steps in held.items()
+        }
 
 
 def of_memory(state: ControlState) -> Situation:
@@ -432,10 +435,20 @@ def of_memory(state: ControlState) -> Situation:
 
 
 def _held(worker: Worker) -> Holdings | None:
-    """Return the snapshots that a worker has reported; those that a joiner has inherited count."""
-    if worker.release is not None:
-        return worker.release.holdings
-    return worker.arrived.holdings if worker.arrived is not None and worker.arrived.holdings != Holdings() else None
+    """Return the snapshots that a worker has reported; those that it has inherited count."""
+    said = worker.release or worker.arrived
+    held = Holdings() if said is None else said.holdings
+    if worker.inherited is not None:
+        held = replace(
+            held,
+            copies=_joined(held.copies, worker.inherited.copies),
+            whole=_joined(held.whole, worker.inherited.whole),
+        )
+    return held if worker.release is not None or held != Holdings() else None
+
+
+def _joined(one: Mapping[int, list[int]], other: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    return {owner: sorted({*one.get(owner, ()), *other.get(owner, ())}) for owner in {**one, **other}}
 
 
 def without_memory(state: ControlState, why: str) -> Situation:

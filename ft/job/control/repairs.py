@@ -61,9 +61,10 @@ def of_step(
     :func:`choose`.
     """
     sources: dict[int, Source] = {}
-    lacking, holders = [], _holders(step, holdings)
+    lacking, copied, whole = [], _holders(step, holdings, "copies"), _holders(step, holdings, "whole")
     for rank in sorted(ranks):
-        source = _source(rank, step, holdings, holders.get(rank, []), dp_peers.get(rank, [rank]), rank in complete)
+        peers = dp_peers.get(rank, [rank])
+        source = _source(rank, step, holdings, copied.get(rank, []), whole, peers, rank in complete)
         if source is None:
             lacking.append(rank)
         else:
@@ -71,12 +72,15 @@ def of_step(
     return sources, lacking
 
 
-def _holders(step: int, holdings: Mapping[int, Holdings]) -> dict[int, list[int]]:
-    """Return logical rank -> sorted ranks whose workers hold a peer copy of its snapshot of ``step``."""
+def _holders(step: int, holdings: Mapping[int, Holdings], which: str) -> dict[int, list[int]]:
+    """Return logical rank -> sorted ranks of other workers that hold its snapshot of ``step``.
+
+    ``which``: the field of the holdings, "copies" or "whole".
+    """
     found: dict[int, list[int]] = {}
     for holder, held in sorted(holdings.items()):
-        for owner, steps in held.copies.items():
-            if step in steps:
+        for owner, steps in getattr(held, which).items():
+            if step in steps and owner != holder:
                 found.setdefault(owner, []).append(holder)
     return found
 
@@ -86,22 +90,26 @@ def _source(
     step: int,
     holdings: Mapping[int, Holdings],
     holders: list[int],
+    whole: Mapping[int, list[int]],
     peers: list[int],
     is_complete: bool,
 ) -> Source | None:
     own = holdings.get(rank)
     if own is not None and step in own.own:
         return Source(rank, rank)
+    if rank in whole:
+        return Source(whole[rank][0], whole[rank][0], rank)
     if not holders:
         return None
     others = [r for r in peers if r != rank]
     if not others:
         return Source(holders[0], holders[0])  # without data parallelism the peer copy holds the whole state
     holder = next((r for r in holders if r in others), holders[0])
-    whole = [r for r in others if r in holdings and step in holdings[r].own]
-    if not whole:
-        return Source(holder, holder) if is_complete else None
-    return Source(holder, whole[0])
+    if alive := [r for r in others if r in holdings and step in holdings[r].own]:
+        return Source(holder, alive[0])
+    if served := [r for r in others if r in whole]:
+        return Source(holder, whole[served[0]][0], served[0])
+    return Source(holder, holder) if is_complete else None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ft.job.messages import (
     WorkerRepaired,
     WorkerSuspects,
 )
+from ft.job.parts import Holdings
 
 GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
 REPAIRING, RESUMING, RUNNING, ENDED = "repairing", "resuming", "running", "ended"
@@ -160,6 +161,7 @@ class Worker:
         leaving_epoch: closed epoch that it has not left yet, or -1.
         release: its report when it last left an epoch.
         arrived: its last report that model and optimizer are built.
+        inherited: its last report of what it holds since it has taken over what others have left, in this recovery.
         repaired: its report that it is repaired, in the present epoch.
         resumed: last epoch whose first step it has begun.
         done: whether it has finished its training steps, in the present epoch.
@@ -185,6 +187,7 @@ class Worker:
     leaving_epoch: int = -1
     release: WorkerReleased | None = None
     arrived: WorkerArrived | None = None
+    inherited: Holdings | None = None
     repaired: WorkerRepaired | None = None
     resumed: int = -1
     done: bool = False

@@ -392,6 +392,12 @@ class Slot:
         whole = all(len(part.checksums) == chunk_count(part.table.nbytes) for part in slot.parts.values())
         return slot if whole else None
 
+    def rename(self, owner: int) -> None:
+        """Let another rank own the complete snapshot, in the slot's file too."""
+        if owner != self.owner:
+            self.owner = owner
+            self.turn(Status.COMPLETE)
+
     def _place(self, name: str) -> tuple[SlotFile, int] | None:
         return None if self.file is None else (self.file, self.file.places[name])
 
@@ -474,15 +480,22 @@ class PingPong:
             slot.turn(Status.EMPTY)
 
     def inherit(self, slot: Slot) -> bool:
-        """Take over a complete snapshot; return False if both slots are in use, or one has the same snapshot."""
+        """Take over a complete snapshot; return whether it was taken.
+
+        It takes the place of the same snapshot if that one has fewer sections, and otherwise that of a free slot.
+        """
         with self._lock:
-            same = any(
-                (s.step, s.epoch) == (slot.step, slot.epoch) for s in self._slots if s.status is not Status.EMPTY
-            )
             free = [index for index, s in enumerate(self._slots) if s.status is Status.EMPTY]
-            if free and not same:
+            same = [
+                index
+                for index, s in enumerate(self._slots)
+                if s.status is Status.COMPLETE and (s.step, s.epoch) == (slot.step, slot.epoch)
+            ]
+            if same:
+                free = [index for index in same if len(self._slots[index].parts) < len(slot.parts)]
+            if free:
                 self._slots[free[0]] = slot
-            return bool(free) and not same
+            return bool(free)
 
     def drop_after(self, step: int) -> None:
         """Drop the complete snapshots of steps after ``step``."""
@@ -507,10 +520,11 @@ class PingPong:
         with self._lock:
             return any(slot.status is Status.STAGING and slot.step == step for slot in self._slots)
 
-    def steps(self) -> list[int]:
-        """Return the steps of the complete snapshots."""
+    def steps(self, section: str | None = None) -> list[int]:
+        """Return the steps of the complete snapshots, or of those that have ``section``."""
         with self._lock:
-            return sorted({slot.step for slot in self._slots if slot.status is Status.COMPLETE})
+            complete = [slot for slot in self._slots if slot.status is Status.COMPLETE]
+        return sorted({slot.step for slot in complete if section is None or section in slot.parts})
 
     def close(self) -> None:
         """Free the memory."""

@@ -439,27 +439,30 @@ class Snapshots:
         return slot
 
     def _fetch_all(self, slot: Slot, step: int, source: Source, epoch: int, problems: list[str]) -> dict[str, str]:
-        holder, meta = self._fetch(slot, OWNED, source.owned, self.rank, step, epoch, problems)
+        places = [(holder, self.rank) for holder in (source.owned, *self._holders)]
+        holder, meta = self._fetch(slot, OWNED, places, step, epoch, problems)
         slot.set_meta(meta)
         how = {OWNED: f"copy:{holder}", REPLICATED: "none"}
         if slot.parts[REPLICATED].table.nbytes:
-            holder, _ = self._fetch(slot, REPLICATED, source.replicated, None, step, epoch, problems)
+            whose = source.replicated if source.whose is None else source.whose
+            places = [(source.replicated, whose), *((peer, peer) for peer in self._replicas)]
+            holder, _ = self._fetch(slot, REPLICATED, places, step, epoch, problems)
             how[REPLICATED] = f"peer:{holder}"
         return how
 
     def _fetch(
-        self, slot: Slot, section: str, first: int, owner: int | None, step: int, epoch: int, problems: list[str]
+        self, slot: Slot, section: str, places: list[tuple[int, int]], step: int, epoch: int, problems: list[str]
     ) -> tuple[int, bytes]:
-        """Fetch one section from the first holder that has it, trying ``first`` and then the other holders.
+        """Fetch one section from the first holder that has it.
 
-        ``owner`` is the rank whose snapshot is fetched; None: each holder's own snapshot.
+        ``places``: (logical rank of the holder, logical rank whose snapshot it is), in the order in which they are
+        tried.
         """
-        others = self._replicas if owner is None else self._holders
-        holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self.rank]
-        for holder in holders:
-            wanted = Mark(holder if owner is None else owner, step)
+        for holder, owner in dict.fromkeys(places):
+            if (holder, owner) == (self.rank, self.rank):
+                continue
             try:
-                return holder, self._transport.fetch(holder, wanted, section, epoch, slot.parts[section])
+                return holder, self._transport.fetch(holder, Mark(owner, step), section, epoch, slot.parts[section])
             except (FallbackError, PeerLost) as error:
                 problems.append(str(error))
         raise FallbackError(

@@ -170,14 +170,22 @@ class CopyStore:
         with self._lock:
             return self._copies.setdefault(owner, PingPong(owner))
 
-    def inherit(self, files: Iterable[int]) -> None:
+    def inherit(self, files: Iterable[int], rank: int, is_successor: bool) -> None:
         """Take over the complete snapshots of a worker that has ended.
 
         Args:
             files: file descriptors of the memory of its slots, which this method closes.
+            rank: logical rank of that worker.
+            is_successor: whether this worker is about to hold that rank.
         """
         for slot in filter(None, map(Slot.inherited, files)):
-            (self.copies(slot.owner) if slot.owner not in (None, -1) else self.own).inherit(slot)
+            owner = rank if slot.owner in (None, -1) else slot.owner
+            if is_successor and owner == rank:
+                slot.rename(-1)
+                self.own.inherit(slot)
+            else:
+                slot.rename(owner)
+                self.copies(owner).inherit(slot)
 
     def find(self, owner: int, step: int | None = None) -> Slot | None:
         """Return the complete snapshot of ``owner`` at ``step`` (default: the newest), None if there is none."""
@@ -205,8 +213,9 @@ class CopyStore:
 
     def holdings(self) -> Holdings:
         with self._lock:
-            copies = {owner: held.steps() for owner, held in sorted(self._copies.items())}
-        return Holdings(own=self.own.steps(), copies={owner: steps for owner, steps in copies.items() if steps})
+            copies = {owner: steps for owner, held in sorted(self._copies.items()) if (steps := held.steps())}
+            whole = {owner: steps for owner in copies if (steps := self._copies[owner].steps(REPLICATED))}
+        return Holdings(own=self.own.steps(), copies=copies, whole=whole)
 
     def nbytes(self) -> dict[str, int]:
         """Return host memory in bytes: {"own": ..., "copies": ...}."""

@@ -6,6 +6,8 @@ out. An operation that may block or take long is a coroutine, because the simula
 and raises ``EpochClosed`` as soon as the control plane closes the epoch.
 """
 
+import os
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +17,18 @@ import torch
 import torch.distributed as dist
 
 from ft.base import events
-from ft.base.errors import FallbackError
-from ft.faults.worker import Injector
+from ft.base.errors import FallbackError, UserError
+from ft.faults.faults import Fault
+from ft.faults.flip import BIT_FLIP
+from ft.faults.worker import ChunkFilter, Injector, Reports, damage_checkpoint
 from ft.job.messages import ASIDE, Repair
 from ft.job.parts import ELSEWHERE, GroupReport, Holdings, Neighbours, Source
 from ft.protection.contract import Layer
-from ft.protection.injection import make_injector, plant_phases
+from ft.protection.injection import corrupt_tensor, make_injector, plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Tree, tell
+from ft.state.placement.assign import Holders, find_problems, place
 from ft.state.snapshot import Snapshots
 from ft.state.snapshot.buffers import SlotFile
 from ft.state.snapshot.store import slowness
@@ -32,20 +37,10 @@ from ft.systems.hot_swap.redone import Tries
 from ft.worker import protocol
 from ft.worker.session import Session
 from megatron import patches
+from megatron.core import parallel_state
 
 if TYPE_CHECKING:
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
-
-import os
-import random
-
-from ft.base.errors import UserError
-from ft.faults.faults import Fault
-from ft.faults.flip import BIT_FLIP
-from ft.faults.worker import ChunkFilter, Reports
-from ft.protection.injection import corrupt_tensor
-from ft.state.placement.assign import Holders, find_problems, place
-from megatron.core import parallel_state
 
 
 class Breakage:
@@ -107,8 +102,6 @@ class Breakage:
         self.session.link.disturb = Reports(fault.kind, fault.seconds)
 
     def _damage_checkpoint(self, fault: Fault) -> None:
-        from ft.faults.worker import damage_checkpoint
-
         newest = self._newest_checkpoint()
         file = None if newest is None else damage_checkpoint(newest, fault.kind)
         print(f"injected fault {fault.number} ({fault}): {file or 'there is no checkpoint'}", flush=True)

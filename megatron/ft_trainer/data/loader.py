@@ -108,10 +108,17 @@ def make_loaders(
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
     """Return the loaders of the training, validation and test data; None for a part that does not exist.
 
-    Each begins at its position in ``state``. All ranks have to call it. ``share``: the part of the training data that
-    is read, from its position on; None: all of it.
+    All ranks have to call it.
+
+    Args:
+        chunks: the model chunks of this rank.
+        state: has the position at which each loader begins.
+        share: the part of the training data that is read, from its position on; None: all of it.
+
+    Raises:
+        UserError: the data cannot be read, or does not fit the options.
     """
-    readers = [sees_tokens(chunk) for chunk in chunks]
+    readers = [reads_tokens(chunk) for chunk in chunks]
     parts = build_datasets(
         options.data,
         tokenizer,
@@ -133,7 +140,7 @@ def make_loaders(
     )
 
 
-def sees_tokens(chunk: torch.nn.Module) -> bool:
+def reads_tokens(chunk: torch.nn.Module) -> bool:
     """Return whether the chunk embeds tokens, or computes the loss from them."""
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
 

@@ -55,6 +55,7 @@ class Operator(Struct, frozen=True, omit_defaults=True):
         name: name of the operator, with overload.
         start_us: start, in microseconds since the iteration began.
         t_us: duration, in microseconds.
+        in_ids, out_ids: ids of the tensors that it reads and returns.
         stage: pipeline stage, from 0, as are microbatch and chunk (virtual stage).
         layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
         compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
@@ -111,16 +112,25 @@ class Operator(Struct, frozen=True, omit_defaults=True):
 
 
 class Tensor(Struct, frozen=True, omit_defaults=True):
-    """One tensor. ``free_us``: time at which training itself frees it; None if it outlives the iteration, as parameters
-    do."""
+    """One tensor.
+
+    Attributes:
+        bytes: its size.
+        free_us: time at which training itself frees it; None if it outlives the iteration, as parameters do.
+    """
 
     bytes: Amount
     free_us: Amount | None = None
 
 
 class Window(Struct, frozen=True):
-    """A time in which a stage computes nothing, so that operators can be verified: its start and duration in
-    microseconds. ``dynamic``: True if the duration differs from iteration to iteration."""
+    """A time in which a stage computes nothing, so that operators can be verified.
+
+    Attributes:
+        start_us: start, in microseconds since the iteration began.
+        dur_us: duration, in microseconds.
+        dynamic: True if the duration differs from iteration to iteration.
+    """
 
     id: str
     start_us: Amount
@@ -171,8 +181,12 @@ class Changes:
 
 
 class MemoryInUse(Struct, frozen=True):
-    """Memory in use without DMR: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time,
-    and the bytes that a stage may use; None if unknown."""
+    """Memory in use without DMR.
+
+    Attributes:
+        timeline: stage -> ((time in microseconds, bytes in use from then on), ...), in order of time.
+        budget: number of bytes that a stage may use; None if unknown.
+    """
 
     timeline: Mapping[int, tuple[tuple[Amount, Amount], ...]]
     budget: Amount | None = None
@@ -233,8 +247,7 @@ SETS = (PIGGYBACK, D_INTER, D_INTRA, NAIVE, UNCHECKED)
 """Ways to verify an operator:
 
 - P: compare it with its execution in activation recomputation, which takes place anyway.
-- D_inter: execute it again later, in a window between two units (a unit is the forward or backward pass of one
-  microbatch through one model chunk).
+- D_inter: execute it again later, in a window between two units.
 - D_intra: execute it again later, in a window inside a unit.
 - naive: execute it again immediately.
 - unchecked: do not verify it, because it does not give the same bits twice. A plan lists these operators.
@@ -248,8 +261,13 @@ def deferred_set(window: Window) -> str:
 
 
 class Assignment(Struct, frozen=True, omit_defaults=True):
-    """How one operator is verified. For D_inter and D_intra: the window in which it is executed again, and the AGC
-    segment with which it is; None if it is executed again by itself."""
+    """How one operator is verified.
+
+    Attributes:
+        set: the way to verify it.
+        window: id of the window in which it is executed again, for D_inter and D_intra.
+        agc_segment: id of the AGC segment that it is executed again with; None: it is executed again by itself.
+    """
 
     set: Literal[SETS]
     window: str | None = None
@@ -275,9 +293,15 @@ class AgcSegment(Struct, frozen=True):
 
 
 class Predicted(Struct, frozen=True):
-    """Predicted times of one iteration, in microseconds: without DMR, with every operator executed again immediately,
-    and with the plan; the verification time outside of windows, which lengthens the iteration, summed over stages; and
-    the largest memory use of any stage, in bytes."""
+    """Prediction for one iteration.
+
+    Attributes:
+        t_none: its duration without DMR, in microseconds.
+        t_naive: its duration if every operator is executed again immediately.
+        t_plan: its duration with the plan.
+        exposed_us: verification time outside of windows, which lengthens the iteration, summed over stages.
+        peak_bytes: the largest memory use of any stage.
+    """
 
     t_none: Amount
     t_naive: Amount

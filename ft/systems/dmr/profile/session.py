@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.patches import double_execution
 
-EP = INTRA[1]
+EXPERT_PARALLEL = INTRA[1]
 
 
 class ProfilingEngine(Engine):
@@ -54,7 +54,7 @@ class ProfilingEngine(Engine):
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Begin to record a wait whose duration differs in every iteration, see ``Engine``."""
         if self.is_active:
-            self._recorder.waits(EP, dynamic=True)
+            self._recorder.waits(EXPERT_PARALLEL, dynamic=True)
 
     def communicates(self, *_: Any, **__: Any) -> None:
         """Do nothing: a profile does not need the results of collectives. See ``Engine``."""
@@ -126,8 +126,10 @@ class Profiling(Layer):
 
     def _medians(self) -> tuple[Timed, ...]:
         """Return the times of each event of the fully recorded iteration: the medians over the timed iterations.
+
         Experts get different numbers of tokens in each iteration, so that an event may occur in no timed iteration; its
-        times are then those of the recorded iteration."""
+        times are then those of the recorded iteration.
+        """
         noted, *timed = self._timed
         return tuple(
             _median([known[key] for known in timed if key in known] or [noted[key]])

@@ -88,7 +88,8 @@ class Engine:
     @contextlib.contextmanager
     def iteration(self, microbatches: int, *, learns: bool = False) -> Iterator[None]:
         """Return a context in which the operators of one iteration are verified. ``learns``: whether the iteration
-        before was wrong on any rank; see :meth:`opaque.OpaqueCalls.restart`."""
+        before was wrong on any rank; see
+        :meth:`ft.systems.dmr.runtime.opaque.OpaqueCalls.restart`."""
         self.cursor.restart()
         self.findings.restart()
         self.queue.restart()

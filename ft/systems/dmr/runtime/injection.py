@@ -22,14 +22,26 @@ from ft.faults import Fault, parse, schedule
 from ft.faults.flip import BIT_FLIP, CHECKER, ONCE, STUCK, Flip
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall
 
+if TYPE_CHECKING:
+    from ft.worker.session import Session
+
+_MOST_REPORTED = 20
+"""Maximum number of flips of one fault that are reported; a stuck bit may corrupt thousands of results."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One bit flip that has happened: bit number ``bit`` (0: the lowest) of element ``element`` of ``of`` of result
-    number ``tensor`` of an operator, in its "primary" (first) or "checker" (second) execution, or None: in a received
-    tensor."""
+    """One bit flip that has happened.
+
+    Attributes:
+        fault: number of the planned fault.
+        execution: "primary" (the first one) or "checker" (the second one); None: a received tensor was hit.
+        tensor: number of the hit tensor among the results of the operator.
+        element: number of the hit element in row-major order.
+        of: number of elements of the tensor.
+        bit: number of the bit; 0 is the lowest one.
+    """
 
     fault: int
     operator: str
@@ -101,39 +113,39 @@ class Falsifier:
             self._coming = [fault for fault in self._coming if fault.step > step]
             for fault in due:
                 self.arm(fault.number, fault.flip)
-        for one in self._armed:
-            if one.flip.fits(operator, cursor.unit.phase, execution):
-                self._consider(one, execution, cursor.at(operator, 0), tensors, cursor.executed)
+        for armed in self._armed:
+            if armed.flip.fits(operator, cursor.unit.phase, execution):
+                self._consider(armed, execution, cursor.at(operator, 0), tensors, cursor.executed)
 
     def deferred(self, at: OperatorCall, tensors: Sequence[torch.Tensor]) -> None:
         """Corrupt the results of a deferred second execution. Stuck bits are not applied here: for them, ``falsify``
         draws at the first execution whether it is hit, and assumes that the second execution follows at once."""
-        for one in self._armed:
-            if one.flip.mode != STUCK and one.flip.fits(at.operator, at.phase, CHECKER):
-                self._consider(one, CHECKER, at, tensors)
+        for armed in self._armed:
+            if armed.flip.mode != STUCK and armed.flip.fits(at.operator, at.phase, CHECKER):
+                self._consider(armed, CHECKER, at, tensors)
 
     def _consider(
-        self, one: _Armed, execution: str | None, at: OperatorCall, tensors: Sequence[torch.Tensor], executed: int = 0
+        self, armed: _Armed, execution: str | None, at: OperatorCall, tensors: Sequence[torch.Tensor], executed: int = 0
     ) -> None:
         targets = [(number, tensor) for number, tensor in enumerate(tensors) if _has_bits(tensor)]
         if not targets:
             return
-        one.seen += 1
-        if one.seen < one.flip.nth:
+        armed.seen += 1
+        if armed.seen < armed.flip.nth:
             return
-        if one.flip.mode == STUCK:
-            place = _force(one, execution, executed, targets)
-        elif one.draw.random() < one.flip.probability:
-            place = _flip(one, targets)
+        if armed.flip.mode == STUCK:
+            place = _force(armed, execution, executed, targets)
+        elif armed.draw.random() < armed.flip.probability:
+            place = _flip(armed, targets)
         else:
             return
         if place is None:
             return
-        if one.flip.mode == ONCE:
-            self._armed = [other for other in self._armed if other is not one]
+        if armed.flip.mode == ONCE:
+            self._armed = [other for other in self._armed if other is not armed]
         number, tensor, element, bit = place
         dtype = str(tensor.dtype).removeprefix("torch.")
-        where = (one.number, at.operator, at.phase, at.chunk, at.microbatch, at.layer, execution)
+        where = (armed.number, at.operator, at.phase, at.chunk, at.microbatch, at.layer, execution)
         self._tell(Hit(*where, number, element, tensor.numel(), bit, dtype))
 
 
@@ -177,38 +189,31 @@ def _has_bits(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and tensor.layout is torch.strided and tensor.dtype.itemsize in _INTEGER
 
 
-def _flip(one: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, torch.Tensor, int, int]:
-    number, tensor = one.draw.choice(targets)
-    element, most = one.draw.randrange(tensor.numel()), bits_of(tensor.dtype)
-    bit = one.draw.randrange(most) if one.flip.bit is None else min(one.flip.bit, most - 1)
+def _flip(armed: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, torch.Tensor, int, int]:
+    number, tensor = armed.draw.choice(targets)
+    element, most = armed.draw.randrange(tensor.numel()), bits_of(tensor.dtype)
+    bit = armed.draw.randrange(most) if armed.flip.bit is None else min(armed.flip.bit, most - 1)
     flip_bit(tensor, element, bit)
     return number, tensor, element, bit
 
 
 def _force(
-    one: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
+    armed: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
 ) -> tuple[int, torch.Tensor, int, int] | None:
     """Apply a stuck bit and return (number of the tensor, tensor, element, bit). Return None if nothing changed: the
     other execution of the operator is the one that the fault hits, or the bit already has the value."""
     number, tensor = targets[0]
-    if one.stuck is None:
-        bit = one.draw.randrange(bits_of(tensor.dtype)) if one.flip.bit is None else one.flip.bit
-        one.stuck = one.draw.random(), bit, one.draw.randrange(2)
-    is_second = execution is not None and one.pair[0] == executed
-    meets = not one.pair[1] if is_second else execution is None or one.draw.random() < 0.5
-    one.pair = (-1, False) if is_second else (executed, meets)
+    if armed.stuck is None:
+        bit = armed.draw.randrange(bits_of(tensor.dtype)) if armed.flip.bit is None else armed.flip.bit
+        armed.stuck = armed.draw.random(), bit, armed.draw.randrange(2)
+    is_second = execution is not None and armed.pair[0] == executed
+    meets = not armed.pair[1] if is_second else execution is None or armed.draw.random() < 0.5
+    armed.pair = (-1, False) if is_second else (executed, meets)
     if not meets:
         return None
-    share, bit, value = one.stuck
+    share, bit, value = armed.stuck
     element, bit = int(share * tensor.numel()), min(bit, bits_of(tensor.dtype) - 1)
     return (number, tensor, element, bit) if force_bit(tensor, element, bit, value) else None
-
-
-if TYPE_CHECKING:
-    from ft.worker.session import Session
-
-_MOST_TOLD = 20
-"""Maximum number of flips of one fault that are reported; a stuck bit may corrupt thousands of results."""
 
 
 def make_falsifier(
@@ -269,10 +274,10 @@ class FlipReporter:
 
     def tell(self, hit: Hit) -> None:
         count = self._reported[hit.fault] = self._reported.get(hit.fault, 0) + 1
-        if count > _MOST_TOLD:
+        if count > _MOST_REPORTED:
             return
         step = self._step()
-        last = "" if count < _MOST_TOLD else "; further flips of this fault are not reported"
+        last = "" if count < _MOST_REPORTED else "; further flips of this fault are not reported"
         text = f"injected fault {hit.fault}: step {step}, rank {dist.get_rank()}: {hit}{last}"
         print(text, file=sys.stderr, flush=True)
         if self._session is not None:

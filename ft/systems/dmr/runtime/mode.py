@@ -50,7 +50,7 @@ class DoubleExecutionMode(TorchDispatchMode):
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
         is_passing: True while operators are executed once, because the call that they belong to is verified as a whole.
-        sent: receives digests of what such a call sends to other ranks; None: nobody wants them.
+        sent: receives digests of what such a call sends to other ranks; None: they are not needed.
         counts: number of verified operators, by set.
         position: ordinal of the last executed operator that was found in the plan, which determines what is due in a
             window. Operators that are not in the plan do not count, so that they do not shift the windows.
@@ -82,7 +82,7 @@ class DoubleExecutionMode(TorchDispatchMode):
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Tell ``torch.compile`` to compile as it does without this mode; it falls back to plain operators otherwise.
-        What it has compiled is verified as a whole (:mod:`engine`)."""
+        What it has compiled is verified as a whole (:mod:`ft.systems.dmr.runtime.engine`)."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

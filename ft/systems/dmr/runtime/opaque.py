@@ -1,10 +1,10 @@
 """Verify calls whose kernels bypass torch's dispatcher, by executing each call twice as a whole.
 
 Kernels of Transformer Engine, flash-attention, Apex, Triton and of CUDA extensions do not pass it, and neither do those
-that ``torch.compile`` generates. What calls them (:mod:`functions`, compiled graphs in :mod:`engine`) is executed
-twice: at first for comparison only, then everything that this has changed is put back, and the second execution is the
-one that counts. Compared bit for bit are the results, what the call keeps for the backward pass, and what it changes in
-place.
+that ``torch.compile`` generates. What calls them (:mod:`ft.systems.dmr.runtime.functions`, compiled graphs in
+:mod:`ft.systems.dmr.runtime.engine`) is executed twice: at first for comparison only, then everything that this has
+changed is put back, and the second execution is the one that counts. Compared bit for bit are the results, what the
+call keeps for the backward pass, and what it changes in place.
 
 Within an activation-checkpointing segment the recomputation is the second execution, as it is for operators, if the
 call changes nothing (SpareTrain, Method 1).
@@ -36,6 +36,12 @@ from ft.systems.dmr.runtime.findings import AT_ONCE, BEFORE, RECOMPUTATION, Mism
 from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY
 from ft.systems.dmr.runtime.strategy import AT_ONCE as TWICE
 from ft.systems.dmr.runtime.strategy import WITH_RECOMPUTATION
+
+if TYPE_CHECKING:
+    from ft.systems.dmr.runtime.cursor import OperatorCall
+    from ft.systems.dmr.runtime.engine import Engine
+    from ft.systems.dmr.runtime.findings import Rows
+    from ft.systems.dmr.runtime.segments import Segment
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType, Enum, type)
 _FOREIGN = ("torch", "builtins", "threading", "_thread", "logging", "ctypes", "numpy")
@@ -284,20 +290,19 @@ def agree(told: Sequence[Mapping[str, Knowledge]]) -> dict[str, Knowledge]:
     return agreed
 
 
-if TYPE_CHECKING:
-    from ft.systems.dmr.runtime.cursor import OperatorCall
-    from ft.systems.dmr.runtime.engine import Engine
-    from ft.systems.dmr.runtime.findings import Rows
-    from ft.systems.dmr.runtime.segments import Segment
-
 OPAQUE = "opaque"
-"""The set of calls that are executed twice as a whole, in the counts of :class:`mode.DoubleExecution`."""
+"""The set of calls that are executed twice as a whole, in the counts of the mode that intercepts operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """One execution of a call: what it has returned, what it keeps besides (for the backward pass for example), and the
-    context that it was executed with (:class:`functions.Context`), if any."""
+    """One execution of a call.
+
+    Attributes:
+        value: what it has returned.
+        kept: what it keeps besides, for the backward pass for example.
+        context: the :class:`ft.systems.dmr.runtime.functions.FunctionContext` that it was executed with, if any.
+    """
 
     value: Any
     kept: Any = None

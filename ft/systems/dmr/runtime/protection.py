@@ -26,6 +26,12 @@ from ft.systems.dmr.runtime.findings import Rows
 from ft.systems.dmr.runtime.opaque import OPAQUE
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, AttemptLimits, Outcome, Reports
 
+if TYPE_CHECKING:
+    from ft.worker.session import Session
+
+_MOST_TOLD, _MOST_EVENTS, _MOST_LINES = 50, 20, 3
+"""Number of mismatches in a step that one rank passes on to the others (an early error makes many later results wrong),
+and of those, how many become events and lines on the terminal."""
 _SEED = 0
 """Seed of the digests by which worlds compare their tensors; their runs may have different fingerprints."""
 UNVERIFIED = "unverified"
@@ -259,16 +265,6 @@ def _exchange(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-_MOST_TOLD = 50
-"""Number of mismatches that one rank reports; an early error makes many later results wrong."""
-
-
-if TYPE_CHECKING:
-    from ft.worker.session import Session
-
-_MOST_EVENTS, _MOST_LINES = 20, 3
 
 
 def _origin() -> tuple[str, str]:
