@@ -41,18 +41,13 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
 
 
-def pytest_generate_tests(metafunc):
-    """Give tests with the marker `on_ranks` the fixture `ranks`, although they have no parameter for it."""
-    if metafunc.definition.get_closest_marker("on_ranks"):
-        metafunc.fixturenames.append("ranks")
-
-
 def pytest_pyfunc_call(pyfuncitem):
     """Execute a test with the marker `on_ranks` on each of its ranks; fixtures get there as arguments."""
     if (marker := pyfuncitem.get_closest_marker("on_ranks")) is None:
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    pyfuncitem.funcargs["ranks"](pyfuncitem.obj, *marker.args, **marker.kwargs, **given)
+    ranks = pyfuncitem._request.getfixturevalue("ranks")
+    ranks(pyfuncitem.obj, *marker.args, **marker.kwargs, **given)
     return True
 
 

@@ -57,7 +57,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     return read(path, most).decode()
 
 
-def unsafe(folder: Path) -> str:
+def why_unsafe(folder: Path) -> str:
     """Return why others could change what this process writes into a folder; "" if none could, or it does not exist.
 
     A folder whose group can write is accepted: with the usual settings, the group is the user's own.
@@ -80,8 +80,8 @@ def unsafe(folder: Path) -> str:
     return ""
 
 
-def unlinked(path: str | Path, flags: int, mode: int = 0o644) -> int:
-    """Open a file that this run writes, for ``open(..., opener=unlinked)``: a link in its place is an OSError."""
+def open_no_link(path: str | Path, flags: int, mode: int = 0o644) -> int:
+    """Open a file that this run writes, for ``open(..., opener=open_no_link)``: a link in its place is an OSError."""
     return os.open(path, flags | os.O_NOFOLLOW, mode)
 
 
@@ -98,7 +98,7 @@ def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb", opener=unlinked) as file:
+        with open(temporary, "wb", opener=open_no_link) as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             if durable:
                 file.flush()

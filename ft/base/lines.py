@@ -50,7 +50,7 @@ class Lines:
         tell: Callable[[str], None] | None = None,
         is_link_followed: bool = False,
     ):
-        self._opener = os.open if is_link_followed else files.unlinked
+        self._opener = os.open if is_link_followed else files.open_no_link
         self._path, self._most, self._is_shared, self._tell = path, most, is_shared, tell or _warn
         self._waiting: deque[bytes] = deque()
         self._trouble: OSError | None = None

@@ -76,7 +76,7 @@ def find(run_dir: Path, patience_s: float, environment: Mapping[str, str] = os.e
 
 def _read(path: Path) -> str:
     try:
-        with open(path, "rb", opener=files.unlinked) as file:
+        with open(path, "rb", opener=files.open_no_link) as file:
             found, owner = file.read(_MOST_BYTES).decode(), os.fstat(file.fileno()).st_uid
     except (FileNotFoundError, PermissionError):
         raise

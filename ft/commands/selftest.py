@@ -109,7 +109,7 @@ def plan_of(given: argparse.Namespace, job: slurm.JobPlace | None, environment: 
     problems.refuse()
     name = time.strftime("%Y%m%d-%H%M%S") if job is None else f"{job.job}.{environment.get('SLURM_STEP_ID', '0')}"
     run_dir = Path(given.run_dir or f"runs/selftest-{name}")
-    if problem := files.unsafe(run_dir):
+    if problem := files.why_unsafe(run_dir):
         raise UserError(f"--run-dir {run_dir} is not safe from other users: {problem}", "give a new folder of your own")
     if (run_dir / "node-0").exists():
         raise UserError(f"{run_dir} holds a self-test already", "give --run-dir a new folder")

@@ -43,7 +43,10 @@ class FaultRow:
     """One kind of fault, or one variant of a kind that has another outcome than its other variants.
 
     Attributes:
+        kind: name of the kind in ``--inject``.
+        does: what the injection does, in words.
         outcome: key of ``MEANING``: the result if nothing else fails.
+        seen: what a person who watches the run sees.
         sign: what the failure policy says when the control plane detects it, or None if it detects nothing.
         seldom: other signals of the same category that the same fault can lead to.
         answer: what the system does in addition to the meaning of the outcome.

@@ -372,7 +372,7 @@ class Folder(SharedState):
         path = self._path / name
         temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "wb", opener=files.unlinked) as file:
+            with open(temporary, "wb", opener=files.open_no_link) as file:
                 file.write(value)
             temporary.replace(path)
         except OSError as error:

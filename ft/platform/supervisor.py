@@ -16,7 +16,7 @@ from typing import Any
 
 from ft.base import output
 from ft.base.checkout import CHECKOUT
-from ft.base.files import unlinked
+from ft.base.files import open_no_link
 from ft.platform import processes
 
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -138,7 +138,7 @@ class Supervisor:
         Raises:
             OSError: a file cannot be written, or no process can be created.
         """
-        with open(out, "ab", opener=unlinked) as stdout, open(err or out, "ab", opener=unlinked) as stderr:
+        with open(out, "ab", opener=open_no_link) as stdout, open(err or out, "ab", opener=open_no_link) as stderr:
             child = subprocess.Popen(
                 command(module, arguments, os.getpid(), ignores_signals),
                 env=environment,

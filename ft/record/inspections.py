@@ -208,7 +208,7 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
         OSError: the folder cannot be written.
     """
     (run / _FOLDER).mkdir(exist_ok=True)
-    with open(run / _FOLDER / _SERVER, "a", opener=files.unlinked) as file:
+    with open(run / _FOLDER / _SERVER, "a", opener=files.open_no_link) as file:
         file.write(json.dumps({"wall": wall, "said": to_json(said)}) + "\n")
 
 

@@ -39,9 +39,7 @@ threading.Thread(target=beat, daemon=True).start()
 
 
 @pytest.fixture
-def ft_run(tmp_path):
-    jobs = []
-
+def ft_run(tmp_path, jobs):
     def start(text: str, *flags, args=(), preload="none", **environ) -> Job:
         script = tmp_path / "script.py"
         script.write_text(text)
@@ -49,9 +47,7 @@ def ft_run(tmp_path):
         jobs.append(Job(tmp_path, own, **environ))
         return jobs[-1]
 
-    yield start
-    for job in jobs:
-        job.close()
+    return start
 
 
 def test_all_workers_finish(ft_run, tmp_path):
@@ -72,14 +68,13 @@ def test_all_workers_finish(ft_run, tmp_path):
     assert "no worker called ft.attach or ft.protect" in job.text()
 
 
-def test_a_module_runs_as_main(ft_run, tmp_path):
+def test_a_module_runs_as_main(jobs, tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
     (tmp_path / "pack" / "train.py").write_text("import sys; print('as', __name__, __package__, sys.argv[1:])")
-    job = Job(tmp_path, ["--run-dir", "run", "--preload", "none", "-m", "pack.train", "-x"])
+    jobs.append(job := Job(tmp_path, ["--run-dir", "run", "--preload", "none", "-m", "pack.train", "-x"]))
     assert job.wait() == 0, job.text()
     assert "as __main__ pack ['-x']" in job.text()
-    job.close()
 
 
 def test_one_failing_worker_ends_all_and_its_last_words_are_shown(ft_run):
@@ -165,8 +160,7 @@ def test_kill_9_of_the_agent_leaves_nothing(ft_run):
         job.wait_for_log(worker, "started")
     assert len(job.left()) >= 7, "agent, pool, control plane, workers and their children"
     os.kill(job.process.pid, signal.SIGKILL)
-    job.wait()
-    job.close()
+    job.wait()  # the fixture complains of what is left
 
 
 SAVES = """import os, signal, sys, time
@@ -191,17 +185,16 @@ def test_signals_to_ft_run_or_to_all_processes_of_a_run_let_workers_save(name, f
         assert "saved" in (tmp_path / "run" / "logs" / f"{worker}.log").read_text()
 
 
-def test_under_nohup_a_closed_terminal_is_no_request_and_two_requests_at_once_are_one(tmp_path):
+def test_under_nohup_a_closed_terminal_is_no_request_and_two_requests_at_once_are_one(jobs, tmp_path):
     nohup = (
         "import signal, sys; from ft.cli import main; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.exit(main())"
     )
     (tmp_path / "train.py").write_text(SAVES)
-    job = Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", nohup))
+    jobs.append(job := Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", nohup)))
     job.wait_for_log("n0.w0", "ready")
     for signum in (signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
         job.process.send_signal(signum)
     assert job.wait() in (0, 128 + signal.SIGUSR2, 128 + signal.SIGTERM), job.text()
-    job.close()
     assert "SIGHUP" not in job.text() and "saved" in (tmp_path / "run" / "logs" / "n0.w0.log").read_text()
 
 
@@ -259,6 +252,17 @@ time.sleep(1000)
     job.wait_for(lambda: not processes.runs(child), "the end of the hung worker's child")
 
 
+def life(waits: str) -> str:
+    """Return a script that is protected, says which life it is in, waits, and has then trained."""
+    return f"""{ATTACHED}
+seated.wait()
+print("life", os.environ["FT_RESTART"], flush=True)
+{waits}
+link.send(WorkerDone(worker, epoch, 5))
+over.wait()
+"""
+
+
 def test_a_warm_restart_starts_new_workers(ft_run, tmp_path):
     text = f"""{ATTACHED}
 seated.wait()
@@ -278,14 +282,7 @@ over.wait()
 
 
 def test_a_killed_control_plane_is_started_again_and_nobody_else_notices(ft_run, tmp_path):
-    text = f"""{ATTACHED}
-seated.wait()
-print("life", os.environ["FT_RESTART"], flush=True)
-while not os.path.exists("go on"): time.sleep(0.01)
-link.send(WorkerDone(worker, epoch, 5))
-over.wait()
-"""
-    job = ft_run(text, "--nproc-per-node", 2)
+    job = ft_run(life('while not os.path.exists("go on"): time.sleep(0.01)'), "--nproc-per-node", 2)
     job.wait_for_log("n0.w0", "life 0")
     os.kill(job.pid_of("ft-control"), signal.SIGKILL)
     (tmp_path / "go on").touch()
@@ -295,14 +292,7 @@ over.wait()
 
 
 def test_a_control_plane_that_dies_again_and_again_means_a_warm_restart(ft_run, tmp_path):
-    text = f"""{ATTACHED}
-seated.wait()
-print("life", os.environ["FT_RESTART"], flush=True)
-while os.environ["FT_RESTART"] == "0": time.sleep(1)
-link.send(WorkerDone(worker, epoch, 5))
-over.wait()
-"""
-    job = ft_run(text, "--nproc-per-node", 2)
+    job = ft_run(life('while os.environ["FT_RESTART"] == "0": time.sleep(1)'), "--nproc-per-node", 2)
     job.wait_for_log("n0.w0", "life 0")
     for _ in range(4):
         job.wait_for(lambda: job.named("ft-control"), "a control plane")
@@ -348,4 +338,3 @@ def test_status_of_a_run_whose_ft_was_killed_says_so_and_ends(ft_run, tmp_path):
     assert shown.returncode == 1 and "gone (it was " in shown.stdout, shown.stdout
     assert "the process ft run on this host has disappeared" in shown.stdout
     assert ft("status", "run", folder=tmp_path).returncode == 1
-    job.close()

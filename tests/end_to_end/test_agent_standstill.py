@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from agent_jobs import DEADLINE_S, ROOT, Job
@@ -26,9 +27,7 @@ sys.exit(main())
 
 
 @pytest.fixture
-def ft_run(tmp_path):
-    jobs = []
-
+def ft_run(tmp_path, jobs):
     def start(text: str, *flags, **environ: str) -> Job:
         (tmp_path / "script.py").write_text(text)
         (tmp_path / "limits.yaml").write_text("stuck_s: 1.5")
@@ -36,9 +35,14 @@ def ft_run(tmp_path):
         jobs.append(Job(tmp_path, command, ("-c", START), **environ))
         return jobs[-1]
 
-    yield start
-    for job in jobs:
-        job.close()
+    return start
+
+
+def stops_once(folder: Path, when: str = "True") -> str:
+    """Return a program that stops its process, the first one in which ``when`` is true."""
+    seen = f"pathlib.Path({str(folder / 'seen')!r})"
+    stops = f"{seen}.touch(), os.kill(os.getpid(), signal.SIGSTOP)"
+    return f"import os, pathlib, signal, sys\nif {when} and not {seen}.exists(): {stops}\n"
 
 
 def test_a_pool_that_never_answers_ends_the_run_with_what_was_waited_for(ft_run, tmp_path):
@@ -51,12 +55,7 @@ def test_a_pool_that_never_answers_ends_the_run_with_what_was_waited_for(ft_run,
 
 
 def test_a_pool_that_is_stopped_is_replaced_and_the_run_starts(ft_run, tmp_path):
-    (tmp_path / "torch.py").write_text(
-        "import os, pathlib, signal\n"
-        "if not pathlib.Path('seen').exists():\n"
-        "    pathlib.Path('seen').touch()\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
+    (tmp_path / "torch.py").write_text(stops_once(tmp_path))
     job = ft_run("print('the script runs')\n", "--nproc-per-node", "1")
     assert job.wait() == 0
     said = job.text()
@@ -64,13 +63,7 @@ def test_a_pool_that_is_stopped_is_replaced_and_the_run_starts(ft_run, tmp_path)
 
 
 def test_a_control_plane_that_is_stopped_before_it_serves_is_replaced(ft_run, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, pathlib, signal, sys\n"
-        f"seen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
-        "if 'ft.job.control.sidecar' in str(sys.orig_argv) and not seen.exists():\n"
-        "    seen.touch()\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(stops_once(tmp_path, "'ft.job.control.sidecar' in str(sys.orig_argv)"))
     found = f"{ROOT}{os.pathsep}{tmp_path}"
     job = ft_run("print('the script runs')\n", "--preload", "none", "--nproc-per-node", "1", PYTHONPATH=found)
     assert job.wait() == 0

@@ -37,15 +37,14 @@ except ValueError:
 
 
 @pytest.fixture
-def crashed(tmp_path):
+def crashed(tmp_path, jobs):
     """Return a function that runs the script to its end: what the terminal showed, and what the command says."""
 
     def run(how: str) -> tuple[str, dict]:
         (tmp_path / "train.py").write_text(SCRIPT)
         flags = ["--nproc-per-node", 4, "--run-dir", "run", "--preload", "torch"]
-        job = Job(tmp_path, [*flags, "train.py", how], OMP_NUM_THREADS="1")
+        jobs.append(job := Job(tmp_path, [*flags, "train.py", how], OMP_NUM_THREADS="1"))
         assert job.wait() not in (0, 2), job.text()
-        job.close()
         done = ft("diagnose", "crash", "--json", tmp_path / "run")
         assert done.returncode == 1, done.stdout
         return job.text(), json.loads(done.stdout)[0]
@@ -87,11 +86,10 @@ sys.exit(cli.main())
 """
 
 
-def test_an_agent_that_dies_of_an_exception_leaves_it_in_the_run_s_folder(tmp_path):
+def test_an_agent_that_dies_of_an_exception_leaves_it_in_the_run_s_folder(tmp_path, jobs):
     (tmp_path / "train.py").write_text("import time; time.sleep(1000)")
-    job = Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", DEFECT))
+    jobs.append(job := Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", DEFECT)))
     assert job.wait() == 1 and "RuntimeError: the agent has a defect" in job.text()
-    job.close()
     done = ft("diagnose", "crash", tmp_path / "run")
     assert done.returncode == 1, done.stdout
     assert "first cause: RuntimeError: the agent has a defect\n  exception of the program on agent of n0" in done.stdout

@@ -6,7 +6,6 @@ import signal
 import time
 from subprocess import CompletedProcess
 
-import pytest
 import replica_runs
 from agent_jobs import ft
 from ft_runs import Running, flags, ft_run
@@ -15,14 +14,6 @@ from replica_runs import Replicas
 from ft.base import events
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
-LIMITS = "stall_s: 2\nsilent_s: 30\ncollective_s: 4\n"
-
-
-@pytest.fixture
-def quick(tmp_path):
-    """Return the flag for limits with which hangs are noticed soon."""
-    (tmp_path / "limits.yaml").write_text(LIMITS)
-    return f"--limits {tmp_path}/limits.yaml"
 
 
 def diagnose(*arguments) -> tuple[int, dict]:
@@ -152,10 +143,3 @@ def test_a_stopped_quorum_server_is_named_and_a_run_that_goes_on_has_no_cause(co
     assert before[0] == 0 and before[1]["moving"] == [0, 1, 2], before
     assert code == 1 and named(found) == [(None, None, "stopped")], found
     assert waits(found) == {(replica, 0, "QUORUM", None, None) for replica in range(3)}, found
-
-
-def test_what_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "replica-0").mkdir()
-    for folder in (tmp_path, tmp_path / "replica-0"):
-        done = command(folder)
-        assert done.returncode == 2 and "contains no inspection" in done.stdout, done.stdout

@@ -12,19 +12,11 @@ import small_runs as runs
 import torch
 from ft_runs import flags, ft_run
 
-from ft.faults import flip as flips
 from ft.faults.flip import CHECKER, PRIMARY, REPEAT, STUCK, Flip
-from ft.systems.dmr.plan import trace
-from ft.systems.dmr.runtime import mode
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.injection import Falsifier, bits_of, flip_bit, force_bit
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools" / "experiments"))
-
-
-def test_names_are_those_of_the_runtime():
-    assert flips.PHASES == trace.PHASES
-    assert (PRIMARY, CHECKER) == (mode.PRIMARY, mode.CHECKER)
 
 
 DTYPES = (

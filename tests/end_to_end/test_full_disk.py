@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ft_runs import ROOT, Running, flags
+from pythons import python
 from small_disks import fill, make_room, small_disk
 
 from ft.base import output
@@ -70,7 +71,7 @@ metrics.close()
 
 def test_metrics_that_found_no_room_are_written_when_there_is_some(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    subprocess.run([sys.executable, "-c", LIMITED, str(path)], check=True, timeout=180, cwd=ROOT)
+    assert python("-c", LIMITED, path).returncode == 0
     assert steps(path) == list(range(1, 21))
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()][8:11] == [0.9] * 3
 
@@ -231,7 +232,6 @@ def test_a_control_plane_that_finds_no_room_is_started_when_there_is_some_and_tr
 def test_the_loss_curve_leaves_out_a_damaged_line_and_names_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo\n{"step": 3, "loss": 2.25}\n{"step": 4}\n{"st')
-    command = [sys.executable, "tools/plot_loss.py", "--metrics", str(path), "--output", str(tmp_path / "loss.png")]
-    done = subprocess.run(command, check=True, timeout=180, cwd=ROOT, capture_output=True, text=True)
+    done = python("tools/plot_loss.py", "--metrics", path, "--output", tmp_path / "loss.png")
     named = [line.split(":")[2].split()[0] for line in done.stderr.splitlines() if line.startswith("warning")]
-    assert named == ["2", "4", "5"] and (tmp_path / "loss.png").stat().st_size
+    assert done.returncode == 0 and named == ["2", "4", "5"] and (tmp_path / "loss.png").stat().st_size

@@ -80,19 +80,12 @@ class Run(Job):
 
 
 @pytest.fixture
-def replicas(tmp_path):
-    runs = []
-
+def replicas(tmp_path, jobs):
     def start(*flags, text: str = LOOP, **environ) -> Run:
-        runs.append(Run(tmp_path, text, flags, **environ))
-        return runs[-1]
+        jobs.append(Run(tmp_path, text, flags, **environ))
+        return jobs[-1]
 
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
-        run.close()
+    return start
 
 
 def test_every_replica_is_a_world_of_its_own_and_one_that_is_lost_after_the_others_finish_is_not_waited_for(replicas):
@@ -155,8 +148,7 @@ def test_a_second_launcher_is_refused_and_changes_nothing_and_nothing_outlives_t
     assert not run.events(0, events.RESTARTED) and not run.events(1, events.RESTARTED)
     assert len(run.left()) > 2 * (EACH + 2)
     run.process.kill()
-    run.process.wait()
-    run.close()  # complains of what is left
+    run.process.wait()  # the fixture complains of what is left
 
 
 def test_a_signal_reaches_every_worker_once_and_ends_the_run(replicas):
@@ -183,7 +175,7 @@ def test_with_fewer_replicas_than_the_minimum_the_run_ends(replicas):
 
 
 def test_a_replica_that_fails_for_ever_is_given_up_and_can_be_brought_back_alone(
-    replicas, tmp_path, monkeypatch, capsys
+    replicas, jobs, tmp_path, monkeypatch, capsys
 ):
     run = replicas()
     run.wait_trains()
@@ -194,41 +186,32 @@ def test_a_replica_that_fails_for_ever_is_given_up_and_can_be_brought_back_alone
     run.wait_for(lambda: run.steps(0) > steps + 5, "further steps of replica 0")
     (run.run / "fail-1").unlink()
     flags = ["--nproc-per-node", EACH, "--ft-hsdp-replicas", REPLICAS, "--ft-hsdp-replica", 1, "--run-dir", "run"]
-    back = Job(tmp_path, [*flags, "--preload", "none", tmp_path / "script.py"])
-    try:
-        run.wait_for(lambda: run.logs(1).count("FT_HSDP_LIFE=1") == EACH, "replica 1")
-        monkeypatch.chdir(tmp_path)
-        assert cli.main(["run", *map(str, flags), "script.py"]) == 2
-        assert "replica 1 is running already" in capsys.readouterr().err
-        run.stop()
-        assert back.wait() == 0, back.text()
-        assert run.wait() == 0, run.text()
-    finally:
-        back.process.kill()
-        back.close()
+    jobs.append(back := Job(tmp_path, [*flags, "--preload", "none", tmp_path / "script.py"]))
+    run.wait_for(lambda: run.logs(1).count("FT_HSDP_LIFE=1") == EACH, "replica 1")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", *map(str, flags), "script.py"]) == 2
+    assert "replica 1 is running already" in capsys.readouterr().err
+    run.stop()
+    assert back.wait() == 0, back.text()
+    assert run.wait() == 0, run.text()
 
 
-def test_two_launchers_share_a_run_and_the_second_takes_the_quorum_server_over(tmp_path):
+def test_two_launchers_share_a_run_and_the_second_takes_the_quorum_server_over(tmp_path, jobs):
     (tmp_path / "script.py").write_text(LOOP)
     flags = ["--nnodes", 2, "--nproc-per-node", EACH, "--ft-hsdp-replicas", 2, "--run-dir", "run", "--preload", "none"]
     flags += ["--rdzv-endpoint", "127.0.0.1:29371"]
-    nodes = [Job(tmp_path, [*flags, "--node-rank", rank, tmp_path / "script.py"]) for rank in range(2)]
+    jobs += [Job(tmp_path, [*flags, "--node-rank", rank, tmp_path / "script.py"]) for rank in range(2)]
     run = tmp_path / "run"
-    try:
-        for replica, job in enumerate(nodes):
-            log = run / f"replica-{replica}" / "logs" / "n0.w1.log"
-            job.wait_for(lambda log=log: log.exists() and "step 5\n" in log.read_text(), f"replica {replica}")
-        first = json.loads((run / "quorum.json").read_text())
-        nodes[0].process.kill()
-        nodes[0].process.wait()
-        now = nodes[1].wait_for(lambda: _standing(run)["term"] > first["term"] and _standing(run), "another server")
-        assert now["pid"] != first["pid"]
-        (run / "stop").touch()
-        assert nodes[1].wait() == 0, nodes[1].text()
-    finally:
-        for job in nodes:
-            job.process.kill()
-            job.close()
+    for replica, job in enumerate(jobs):
+        log = run / f"replica-{replica}" / "logs" / "n0.w1.log"
+        job.wait_for(lambda log=log: log.exists() and "step 5\n" in log.read_text(), f"replica {replica}")
+    first = _standing(run)
+    jobs[0].process.kill()
+    jobs[0].process.wait()
+    now = jobs[1].wait_for(lambda: _standing(run)["term"] > first["term"] and _standing(run), "another server")
+    assert now["pid"] != first["pid"]
+    (run / "stop").touch()
+    assert jobs[1].wait() == 0, jobs[1].text()
 
 
 def _standing(run: Path) -> dict:

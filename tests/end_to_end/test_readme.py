@@ -139,13 +139,6 @@ def test_the_pages_of_the_documentation_are_all_in_the_table_of_contents():
     assert not pages - shown, "link them in README.md"
 
 
-def test_names_are_looked_up_in_modules_classes_and_lazy_packages():
-    there = ("ft.cli", "ft.cli.main", "ft.job.control", "ft.base.errors.UserError.exit_code", "ft.attach")
-    assert all(map(readme_references.is_defined, there))
-    absent = ("ft.cli.nothing", "ft.nowhere", "ft.base.errors.UserError.nothing", "ft.nothing")
-    assert not any(map(readme_references.is_defined, absent))
-
-
 def test_lines_of_markdown_have_at_most_120_columns():
     """Rows of tables and what programs print cannot be wrapped; one page is generated."""
     too_long = [

@@ -21,9 +21,8 @@ SCRIPT = "import time\ntime.sleep(1000)\n"
 
 
 @pytest.fixture
-def two(tmp_path):
+def two(tmp_path, jobs):
     """Return a function that starts the two agents of a run on this machine, each in a folder of its own."""
-    jobs = []
 
     def start(*arguments, run_dirs=("run", "run"), **environ_of_second: str) -> list[Job]:
         port = free_port()
@@ -41,7 +40,6 @@ def two(tmp_path):
         if job.process.poll() is None:
             job.process.send_signal(signal.SIGTERM)
         job.wait()
-        job.close()
 
 
 def refused_in(job: Job) -> str:
@@ -84,11 +82,12 @@ def test_a_directory_that_is_not_shared_is_named(two):
     assert "has no token: it is not the directory of node 0" in text and "give a --run-dir that all nodes share" in text
 
 
-def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(corpus, tmp_path):
+def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(corpus, jobs, tmp_path):
     def second(name: str, run_dir: Path, *of_ft: str) -> Job:
         (tmp_path / name).mkdir()
         words = ["--nproc-per-node", "2", "--run-dir", run_dir, *of_ft, ROOT / "pretrain_gpt.py"]
-        return Job(tmp_path / name, [*words, *model(8).split()])
+        jobs.append(Job(tmp_path / name, [*words, *model(8).split()]))
+        return jobs[-1]
 
     def model(steps: int) -> str:
         return flags(corpus, f"--save {tmp_path}/save --log-interval 1", steps)
@@ -110,8 +109,6 @@ def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(cor
     assert done.code == ENDED_EARLY and not done.named(events.RESTARTED), done.explain()
     afterwards = second("afterwards", tmp_path / "next")
     assert afterwards.wait() == 0, afterwards.text()
-    for job in (same_run, same_save, joined, afterwards):
-        job.close()
 
 
 @pytest.fixture

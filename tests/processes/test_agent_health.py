@@ -7,11 +7,10 @@ import planted_node
 import pytest
 from waiting import eventually
 
-from ft.faults.health import Finding
 from ft.faults.verdict import HOST
 from ft.job.agent import health
 from ft.job.agent.devices import Devices
-from ft.job.agent.health import AGAIN_S, HealthWatch, News
+from ft.job.agent.health import HealthWatch
 from ft.job.messages import DeviceReleased, Observed
 from ft.platform.health import Reader
 
@@ -155,15 +154,3 @@ def test_a_watch_that_breaks_says_so_and_ends(tmp_path):
     watched.begin()
     watched.poll_for(0.3)
     assert watched.said == ["n0-2: its health is not read any more: MemoryError: none left"] and not watched.posted
-
-
-def test_a_finding_that_comes_again_after_a_while_is_told_again():
-    def made(name):
-        return Finding("n0", "gpu0", name, HOST, "watch", "this device", "", "", "", 0.0)
-
-    news, hot, failed = News(), made("hot"), made("failed")
-    assert news.new([hot, failed], 0.0) == [hot, failed]
-    assert news.new([hot], AGAIN_S + 1) == [], "it has lasted"
-    assert news.new([failed], AGAIN_S + 2, is_whole=False) == [failed]
-    assert news.new([], AGAIN_S + 3) == [] and news.new([hot], AGAIN_S + 4) == [hot]
-    assert news.new([], AGAIN_S + 5) == [] and news.new([hot], AGAIN_S + 6) == [], "it comes and goes"

@@ -98,15 +98,15 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
 
     mine, other = socket.socketpair()
     heir.channel = Channel(mine)
-    workforce.tell_heirs({2: "n1.w1", 3: "n1.w0"})
-    workforce.tell_heirs({2: heir.name, 3: "n1.w0", 4: heir.name})
-    workforce.tell_heirs({2: "n1.w0", 3: heir.name})
+    workforce.hand_over_snapshots({2: "n1.w1", 3: "n1.w0"})
+    workforce.hand_over_snapshots({2: heir.name, 3: "n1.w0", 4: heir.name})
+    workforce.hand_over_snapshots({2: "n1.w0", 3: heir.name})
     served, inherited = map(decode, other.recv(1 << 16).splitlines())
     assert (served.rank, served.is_successor, inherited.rank, inherited.is_successor) == (3, False, 3, True)
     (path,) = inherited.files
     with open(path, "rb") as file:
         assert file.read() == b"a snapshot"
-    workforce.estates.clear()
+    workforce.kept_snapshots.clear()
     assert not os.path.exists(path)
 
 
@@ -126,12 +126,12 @@ def test_the_snapshots_of_a_crashed_worker_are_there_for_its_successor_and_of_no
         assert len(os.listdir("/proc/self/fd")) == free + 1
     process.send_signal(signum)
     process.send_signal(signal.SIGCONT)
-    workforce.estates.ended(process.pid, rank, process.wait(180))
-    (kept,) = workforce.estates.of(3) if is_kept else [""]
+    workforce.kept_snapshots.ended(process.pid, rank, process.wait(180))
+    (kept,) = workforce.kept_snapshots.of(3) if is_kept else [""]
     if kept:
         with open(kept, "rb") as file:
             assert file.read() == b"a snapshot"
-    workforce.estates.clear()
+    workforce.kept_snapshots.clear()
     assert len(os.listdir("/proc/self/fd")) == free
 
 

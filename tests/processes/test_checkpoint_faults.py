@@ -47,20 +47,20 @@ def _die_at(point: str) -> None:
             return written[-1]
 
         filesystem._write_item = half
-    elif point == "before-metadata":
-        filesystem.FileSystemWriter.finish = dying(filesystem.FileSystemWriter.finish, before=True)
     elif point in ("before-manifest", "before-tracker"):
         file = {"before-manifest": MANIFEST, "before-tracker": TRACKER}[point]
         replace = commit.files.replace
         commit.files.replace = lambda path, *args, **kwargs: (
             _die() if path.name == file else replace(path, *args, **kwargs)
         )
-    elif point == "before-rename":
-        commit.move_folder = dying(commit.move_folder, before=True)
-    elif point == "after-rename":
-        commit.move_folder = dying(commit.move_folder, before=False)
-    elif point == "while-retiring":
-        commit.shutil.rmtree = dying(commit.shutil.rmtree, before=True)
+    else:
+        owner, name = {
+            "before-metadata": (filesystem.FileSystemWriter, "finish"),
+            "before-rename": (commit, "move_folder"),
+            "after-rename": (commit, "move_folder"),
+            "while-retiring": (commit.shutil, "rmtree"),
+        }[point]
+        setattr(owner, name, dying(getattr(owner, name), before=point != "after-rename"))
 
 
 def _save_and_die(folder: str, point: str, victim: int) -> None:

@@ -42,6 +42,19 @@ def _load_each(cases: dict) -> dict:
     return results
 
 
+def _check_each(ranks, cases: dict) -> list[dict]:
+    """Load each case on two ranks, and compare; return what each rank says.
+
+    Args:
+        cases: name -> (folder, options, the step loaded or the error's class, what is in the error's text).
+    """
+    said = ranks(_load_each, 2, {name: {"load": str(folder), **how} for name, (folder, how, *_) in cases.items()})
+    for result in said:
+        for name, (*_, found, text) in cases.items():
+            assert result[name][0] == found and (not text or text in result[name][1]), (name, result[name])
+    return said
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, _warm_ranks):
     folder = tmp_path_factory.mktemp("saved")
@@ -97,101 +110,67 @@ def test_a_run_never_starts_afresh_because_all_its_checkpoints_are_broken(ranks,
     (rolled_back / "latest_checkpointed_iteration.txt").write_text("1\n")
     a_file = tmp_path / "file"
     a_file.write_text("")
+    corrupt, no_folder = "iter_0000001: __0_0.distcp is corrupt", "it is a file, not a folder"
     cases = {
-        "both": {"load": str(both)},
-        "gone": {"load": str(gone)},
-        "legacy": {"load": str(legacy)},
-        "file": {"load": str(a_file)},
-        "below-file": {"load": str(a_file / "below")},
-        "step-missing": {"load": str(saved), "ckpt_step": 7},
-        "step-broken": {"load": str(both), "ckpt_step": 1},
-        "step": {"load": str(saved), "ckpt_step": 1},
-        "rolled-back": {"load": str(rolled_back)},
-        "empty": {"load": str(empty)},
-        "absent": {"load": str(tmp_path / "absent")},
-        "must-exist": {"load": str(empty), "exit_on_missing_checkpoint": True},
+        "both": (both, {}, "NoUsableCheckpoint", corrupt),
+        "gone": (gone, {}, "NoUsableCheckpoint", "names step 100"),
+        "legacy": (legacy, {}, "NoUsableCheckpoint", "there is none, as in checkpoints of NVIDIA's trainer"),
+        "file": (a_file, {}, "UserError", no_folder),
+        "below-file": (a_file / "below", {}, "UserError", no_folder),
+        "step-missing": (saved, {"ckpt_step": 7}, "NoUsableCheckpoint", "complete ones are of steps: 1, 2"),
+        "step-broken": (both, {"ckpt_step": 1}, "NoUsableCheckpoint", corrupt),
+        "step": (saved, {"ckpt_step": 1}, 1, ""),
+        "rolled-back": (rolled_back, {}, 2, ""),
+        "empty": (empty, {}, None, ""),
+        "absent": (tmp_path / "absent", {}, None, ""),
+        "must-exist": (empty, {"exit_on_missing_checkpoint": True}, "UserError", "--exit-on-missing-checkpoint"),
     }
-    expected = {
-        "both": ("NoUsableCheckpoint", "iter_0000001: __0_0.distcp is corrupt"),
-        "gone": ("NoUsableCheckpoint", "names step 100"),
-        "legacy": ("NoUsableCheckpoint", "there is none, as in checkpoints of NVIDIA's trainer"),
-        "file": ("UserError", "it is a file, not a folder"),
-        "below-file": ("UserError", "it is a file, not a folder"),
-        "step-missing": ("NoUsableCheckpoint", "complete ones are of steps: 1, 2"),
-        "step-broken": ("NoUsableCheckpoint", "iter_0000001: __0_0.distcp is corrupt"),
-        "must-exist": ("UserError", "--exit-on-missing-checkpoint"),
-    }
-    for rank, result in enumerate(ranks(_load_each, 2, cases)):
-        assert {name: r[0] for name, r in result.items()} == {
-            **{name: kind for name, (kind, _) in expected.items()},
-            **{"step": 1, "rolled-back": 2, "empty": None, "absent": None},
-        }
-        for name, (_, text) in expected.items():
-            assert text in result[name][1], name
+    for rank, result in enumerate(_check_each(ranks, cases)):
         assert rank != 0 or "random weights" in result["empty"][2][0]
         assert rank != 0 or "--ckpt-step 1" in result["rolled-back"][2][0]
 
 
 def test_what_does_not_fit_is_said(ranks, saved):
-    load = {"load": str(saved)}
+    replicated = Shape(distributed_optimizer=False)
     cases = {
-        "hidden": {**load, "model": {"hidden_size": 64}},
-        "vocabulary": {**load, "model": {"vocab_size": 91}},
-        "layers": {**load, "model": {"num_layers": 6}},
-        "shapes": {**load, "shape": Shape(experts=4)},
-        "replicated": {**load, "shape": Shape(distributed_optimizer=False)},
-        "weights-only": {**load, "shape": Shape(distributed_optimizer=False), "finetune": True},
-        "tokenizer": {**load, "fingerprints": {"tokenizer": "b"}},
-        "finetune": {**load, "finetune": True},
+        "hidden": ({"model": {"hidden_size": 64}}, "UserError", "hidden_size: 32 in the checkpoint, 64 in this run"),
+        "vocabulary": ({"model": {"vocab_size": 91}}, "UserError", "vocab_size: 90 in the checkpoint, 91 in this run"),
+        "layers": ({"model": {"num_layers": 6}}, "UserError", "num_layers: 4 in the checkpoint, 6 in this run"),
+        "shapes": ({"shape": Shape(experts=4)}, "UserError", "does not fit this model"),
+        "replicated": ({"shape": replicated}, "UserError", "--use-distributed-optimizer"),
+        "weights-only": ({"shape": replicated, "finetune": True}, 2, ""),
+        "tokenizer": ({"fingerprints": {"tokenizer": "b"}}, 2, ""),
+        "finetune": ({"finetune": True}, 2, ""),
     }
-    expected = {
-        "hidden": ("UserError", "hidden_size: 32 in the checkpoint, 64 in this run"),
-        "vocabulary": ("UserError", "vocab_size: 90 in the checkpoint, 91 in this run"),
-        "layers": ("UserError", "num_layers: 4 in the checkpoint, 6 in this run"),
-        "shapes": ("UserError", "does not fit this model"),
-        "replicated": ("UserError", "--use-distributed-optimizer"),
-        "weights-only": (2, None),
-        "tokenizer": (2, None),
-        "finetune": (2, None),
-    }
-    for result in ranks(_load_each, 2, cases):
-        for name, (kind, text) in expected.items():
-            assert result[name][0] == kind, result[name]
-            assert text is None or text in result[name][1]
+    _check_each(ranks, {name: (saved, *case) for name, case in cases.items()})
 
 
-def _load_weights(folder: str) -> tuple:
+@pytest.mark.on_ranks(2)
+def test_finetune_takes_the_weights_only(saved):
     import torch
 
-    run = Run(Shape(), load=folder, seed=5, finetune=True)
+    run = Run(Shape(), load=str(saved), seed=5, finetune=True)
     before = torch.get_rng_state()
     report = run.load()
     kept = torch.equal(before, torch.get_rng_state())
     found = run.state.step, report.optimizer, report.rng, kept, run.scheduler.num_steps
     run.close()
-    return found
-
-
-def test_finetune_takes_the_weights_only(ranks, saved):
-    assert ranks(_load_weights, 2, str(saved)) == [(0, False, "untouched", True, 0)] * 2
-
-
-def _read_with_core(checkpoint: str) -> tuple:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
-
-    common = dist_checkpointing.load_common_state_dict(checkpoint)
-    tensors = load_plain_tensors(checkpoint)
-    return common["iteration"], vars(common["args"]), list(tensors["embedding.word_embeddings.weight"].shape)
+    assert found == (0, False, "untouched", True, 0), found
 
 
 @pytest.mark.skipif(
     hasattr(TensorProperties(), "strides") and (package_info.MAJOR, package_info.MINOR) <= (0, 19),
     reason="megatron-core up to 0.19 cannot itself list the tensors of a checkpoint with torch 2.15",
 )
-def test_core_reads_it_without_us(ranks, saved):
-    ((step, args, shape),) = ranks(_read_with_core, 1, str(saved / "iter_0000002"))
-    assert (step, shape) == (2, [96, 32])
+@pytest.mark.on_ranks(1)
+def test_core_reads_it_without_us(saved):
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    checkpoint = str(saved / "iter_0000002")
+    common, tensors = dist_checkpointing.load_common_state_dict(checkpoint), load_plain_tensors(checkpoint)
+    assert common["iteration"] == 2 and list(tensors["embedding.word_embeddings.weight"].shape) == [96, 32]
+    args = vars(common["args"])
     assert args["hidden_size"] == 32 and args["world_size"] == 2 and args["consumed_train_samples"] == 8
 
 

@@ -164,9 +164,7 @@ def test_strangers_who_say_nothing_hold_up_nobody(server):
 
 def test_a_server_without_free_descriptors_goes_on_and_admits_members(ranks):
     """Its process may open 64 files. Strangers keep 200 connections open, and more than the store may accept."""
-    handle = ranks.start(serve, 1, 64, init=False)
-    handle.wait_for_output(0, "address")
-    address = handle.output(0).split()[-1]
+    handle, address = served(ranks, 64)
     before = StoreConnection(address, TOKEN, LIMIT_S)
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as strangers:
@@ -227,13 +225,19 @@ def test_somebody_else_listens():
 
 
 def test_the_store_ends_with_its_process_and_connections_break(ranks):
-    handle = ranks.start(serve, 1, 0, init=False)
-    handle.wait_for_output(0, "address")
-    connection = StoreConnection(handle.output(0).split()[-1], TOKEN, LIMIT_S)
+    handle, address = served(ranks, 0)
+    connection = StoreConnection(address, TOKEN, LIMIT_S)
     handle.kill(0)
     with pytest.raises(ConnectionError):
         connection.get("never set")
     handle.close()
+
+
+def served(ranks, descriptors: int) -> tuple:
+    """Start a process with a store, which may open so many files, 0: as many as this one; and its address."""
+    handle = ranks.start(serve, 1, descriptors, init=False)
+    handle.wait_for_output(0, "address")
+    return handle, handle.output(0).split()[-1]
 
 
 def serve(descriptors: int):

@@ -7,6 +7,7 @@ from megatron import patches
 
 patches.apply()
 
+import pytest
 import torch.distributed as dist
 from small_datasets import SEQ, write_dataset
 
@@ -53,21 +54,13 @@ def test_every_rank_hears_what_is_wrong(ranks, tmp_path):
     assert "can't write the index cache" in answers[0][0] and answers == [answers[0]] * 2
 
 
-def hear():
+@pytest.mark.on_ranks(2)
+def test_other_failures_are_heard_too():
     def fail():
         raise RuntimeError("a bug")
 
-    heard = [from_rank_0(lambda: {"rank": dist.get_rank(), "list": [1, None]})]
-    try:
+    assert from_rank_0(lambda: {"rank": dist.get_rank(), "list": [1, None]}) == {"rank": 0, "list": [1, None]}
+    kind, text = (RuntimeError, "a bug") if dist.get_rank() == 0 else (FtError, "rank 0 failed: RuntimeError('a bug')")
+    with pytest.raises(kind) as heard:
         from_rank_0(fail)
-    except RuntimeError as error:
-        heard.append(repr(error))
-    except FtError as error:
-        heard.append(str(error))
-    return heard
-
-
-def test_other_failures_are_heard_too(ranks):
-    answers = ranks(hear, 2)
-    assert [answer[0] for answer in answers] == [{"rank": 0, "list": [1, None]}] * 2
-    assert [answer[1] for answer in answers] == ["RuntimeError('a bug')", "rank 0 failed: RuntimeError('a bug')"]
+    assert str(heard.value) == text

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from cuda_model import Cuda, NcclWork, Race
+from test_devices_snapshot import fails
 from test_devices_snapshot import late as late
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -212,11 +213,4 @@ def test_a_flip_is_found_on_the_model_whenever_its_operator_is_verified(flip):
 
 @pytest.mark.parametrize("without", ["joined", "Copier._queue_on_device"])
 def test_every_wait_is_needed_and_the_model_sees_that_it_is_missing(without):
-    def races(seed: int) -> bool:
-        try:
-            train(seed, without)
-        except Race:
-            return True
-        return False
-
-    assert any(races(seed) for seed in range(12))
+    assert any(fails(train, seed, without, how=Race) for seed in range(12))

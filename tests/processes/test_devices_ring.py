@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bucket_groups import RANK, LateRing, Nccl, group_of, shard_of
-from cuda_model import Cuda, Race, Stuck
+from cuda_model import Cuda, Stuck
 from ring_neighbours import Neighbours, Poller, whole_numbers
+from test_devices_snapshot import fails
 
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.ring import RingOptions
@@ -53,14 +54,6 @@ def test_all_orders_of_copies_additions_and_network_give_the_sum_and_no_race(see
 @pytest.mark.parametrize("without", ["when_queued.<locals>.<lambda>", "Staged.added"])
 def test_every_wait_of_the_staging_is_needed_and_the_model_sees_that_it_is_missing(without):
     assert any(fails(reduce_once, seed, without) for seed in range(30))
-
-
-def fails(run, *arguments) -> bool:
-    try:
-        run(*arguments)
-    except (Race, AssertionError):
-        return True
-    return False
 
 
 def test_the_staging_waits_nowhere_else():

@@ -88,14 +88,16 @@ def test_snapshots_hold_the_state_of_their_step_and_nothing_blocks(late, seeds):
 
 @pytest.mark.parametrize("without", ["Copier._queue_on_device", "_fill"])
 def test_every_wait_of_the_copier_is_needed_and_the_model_sees_that_it_is_missing(late, without):
-    def fails(seed: int) -> bool:
-        try:
-            train_with_snapshots(seed, without)
-        except (Race, AssertionError):
-            return True
-        return False
+    assert any(fails(train_with_snapshots, seed, without) for seed in range(20))
 
-    assert any(fails(seed) for seed in range(20))
+
+def fails(run, *arguments, how=(Race, AssertionError)) -> bool:
+    """Whether the model finds a run wrong."""
+    try:
+        run(*arguments)
+    except how:
+        return True
+    return False
 
 
 def test_copies_to_memory_that_is_not_pinned_block_in_the_model(late, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_step_is_the_same_bit_for_bit_and_effects_count_once(name, flags, rank
 
 
 def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[str, int], list]:
-    """One fault after the other, in each execution of each thing that the function computes; and the executions."""
+    """Return how often the function computes each thing, and what follows from a fault in each of these executions."""
     import torch.distributed as dist
 
     from ft.systems.dmr.runtime.suspects import AttemptLimits, WrongAttempts
@@ -85,9 +85,9 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     return counts, found
 
 
-AT_ONCE = ("Scaled", "Gathering")
-"""Without recomputation, most functions are executed as with it: these, without and with communication, stand for them
-in the default tier."""
+WITHOUT_RECOMPUTATION = ("Scaled", "Gathering")
+"""Functions in the default tier that are also tried without recomputation, one without communication and one with it;
+most functions are executed in the same way with and without it."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ in the default tier."""
     [
         *((name, "piggyback", FULL) for name in planted.PLACES),
         *(
-            pytest.param(name, "naive", "", marks=() if name in AT_ONCE else pytest.mark.long)
+            pytest.param(name, "naive", "", marks=() if name in WITHOUT_RECOMPUTATION else pytest.mark.long)
             for name in planted.PLACES
         ),
     ],
@@ -114,7 +114,8 @@ def test_a_fault_in_either_execution_is_found_and_the_step_repeated(name, way, f
             assert is_clean or name == "WithHistory", (place, due)
 
 
-def defined_late() -> tuple:
+@pytest.mark.on_ranks(1)
+def test_a_function_that_is_defined_within_a_step_is_executed_twice():
     job = dmr_jobs.assemble(FLAGS)
     made = []
 
@@ -130,27 +131,18 @@ def defined_late() -> tuple:
     layer.register_forward_hook(after)
     verifier = dmr_jobs.protection(job, "naive")
     dmr_jobs.Again(job).step()
-    return len(made), verifier.engine.coverage()["opaque"]
+    assert verifier.engine.coverage()["opaque"] == 2 * len(made) > 0, "forward and backward of each"
 
 
-def test_a_function_that_is_defined_within_a_step_is_executed_twice(ranks):
-    [(made, opaque)] = ranks(defined_late, 1)
-    assert opaque == 2 * made > 0, "forward and backward of each"
-
-
-def reached() -> tuple[int, int]:
+@pytest.mark.on_ranks(1)
+def test_the_configuration_of_a_layer_leads_no_further():
     from ft.systems.dmr.runtime.opaque import Reachable
 
     job = dmr_jobs.assemble(FLAGS)
     dmr_jobs.protection(job, "naive")
     layer = next(module for module in job.trainee.chunks[0].modules() if type(module).__name__ == "MLP").linear_fc1
     found = Reachable({"layer": layer})
-    return len(found._seen), len(found.tensors)
-
-
-def test_the_configuration_of_a_layer_leads_no_further(ranks):
-    [(objects, tensors)] = ranks(reached, 1)
-    assert objects < 40 and tensors <= 4, "weight, bias, and their gradient buffers"
+    assert len(found._seen) < 40 and len(found.tensors) <= 4, "weight, bias, and their gradient buffers"
 
 
 def always_wrong(name: str, flags: str, way: str) -> str:
@@ -214,8 +206,11 @@ def test_a_function_that_is_not_reproducible_is_named_and_can_be_left_out(ranks,
         assert covers["unchecked"] == covers["opaque"] == 2  # layers; the backward passes are compared
 
 
-def changes_later(flags: str) -> list:
-    job = dmr_jobs.assemble(flags)
+@pytest.mark.on_ranks(1)
+def test_a_change_that_was_not_known_is_found_and_learnt():
+    from ft.systems.dmr.runtime.findings import BEFORE
+
+    job = dmr_jobs.assemble(FLAGS)
     planted.plant(job.trainee.chunks, "Late")
     again = dmr_jobs.Again(job)
     verifier = dmr_jobs.protection(job, "naive")
@@ -226,12 +221,6 @@ def changes_later(flags: str) -> list:
         told.clear()
         step_of(again)
         counts.append([one.how for reports in told for one in reports[0]])
-    return counts
-
-
-def test_a_change_that_was_not_known_is_found_and_learnt(ranks):
-    from ft.systems.dmr.runtime.findings import BEFORE
-
-    [(before, first, then)] = ranks(changes_later, 1, FLAGS)
-    assert not before and not then
+    before, first, then = counts
+    assert not before and not then, counts
     assert first and set(first) == {BEFORE}

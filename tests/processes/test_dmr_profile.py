@@ -5,14 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import small_runs as runs
 
 from ft.base.errors import UserError
 from ft.cli import main as ft
-from ft.systems.dmr.plan.file import differences, read_plan
+from ft.systems.dmr.plan.file import read_plan
 from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, Operator, Trace, Window
 from ft.systems.dmr.profile.assemble import ComparisonCosts, assemble, blocks
 from ft.systems.dmr.profile.recorder import StageRecord, Storage, Timed
@@ -116,40 +115,11 @@ def a_plan(_warm_ranks, corpus, tmp_path_factory) -> Path:
     return folder / "plan.json"
 
 
-@pytest.mark.parametrize(
-    ("changed", "world", "names"),
-    [
-        ("", 4, {"dp", "microbatches"}),
-        ("--global-batch-size 16", 4, {"dp"}),
-        ("--global-batch-size 16", 2, {"microbatches"}),
-        ("--num-layers-per-virtual-pipeline-stage 1", 2, {"vpp"}),
-        ("--decoder-first-pipeline-num-layers 1", 2, {"model"}),
-    ],
-)
-def test_a_run_with_other_windows_has_another_fingerprint(changed, world, names):
-    from megatron.ft_trainer.arguments import check, parse
-    from megatron.ft_trainer.trainer import fingerprint
-
-    def of(more: str, ranks: int) -> dict:
-        options = parse(f"{runs.BASE} --pipeline-model-parallel-size 2 --data-path none {more}")
-        return fingerprint(options, check(options, ranks, has_te=False))
-
-    assert {text.split(":")[0] for text in differences(of("", 2), of(changed, world))} == names
-
-
 def test_a_run_whose_next_steps_are_too_few_for_a_profile_is_refused(ranks, corpus, tmp_path):
     command = f"{runs.BASE} --data-path {corpus} --ft-dmr-profile {tmp_path}/prof.json"
     handle = ranks.start(runs.launch, 1, command, init=False)
     assert [each.exitcode for each in handle.wait(timeout=180)] == [2]
     assert "the run has 4 left" in handle.output(0)
-
-
-def test_no_profile_is_taken_while_the_batch_is_growing():
-    from ft.systems.dmr.layer import Profile
-
-    ramping = SimpleNamespace(steps=100, step=0, batch=8, batch_now=2)
-    with pytest.raises(UserError, match="full batch size of 8, but the ramp-up has reached only 2"):
-        Profile.layer(SimpleNamespace(), ramping, ())
 
 
 def test_the_commands_own_failure_is_the_answer(tmp_path):

@@ -1,5 +1,5 @@
-"""Results of all-reduces: who came to another one than most is told from the others, without a look at clean ones; and
-sums of blocks of elements, by which the sums of communication libraries are verified."""
+"""Verification of all-reduces: a rank whose result differs from that of the majority notes it, and results are gathered
+only if some differ. And sums of blocks of elements, by which the sums of communication libraries are verified."""
 
 import math
 
@@ -16,8 +16,10 @@ ROWS = 4
 
 
 def reduced(wrong: dict) -> dict:
-    """All-reduces of a group of everybody; ``wrong``: rank -> results that reached it falsified. In a group of one's
-    own there is nothing to compare."""
+    """Return what a rank notes of ROWS all-reduces over all ranks, in an attempt with wrong results and in a clean one.
+
+    ``wrong``: rank -> numbers of the all-reduces whose results are falsified on it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -56,7 +58,7 @@ def reduced(wrong: dict) -> dict:
         (2, {1: [2]}, {0: [(2, DISPUTED)], 1: [(2, DISPUTED)]}),
     ],
 )
-def test_only_who_differs_from_most_notes_a_wrong_result(ranks, world, wrong, noted):
+def test_only_a_rank_that_differs_from_the_majority_notes_a_wrong_result(ranks, world, wrong, noted):
     for rank, found in enumerate(ranks(reduced, world, wrong)):
         (flag, gathers, said), clean = found["said"]
         assert flag and said == noted.get(rank, [])
@@ -69,7 +71,7 @@ digests = some.lists(some.tuples(some.integers(0, 2), some.just(0)), min_size=2,
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(some.lists(digests, min_size=1, max_size=3))
-def test_never_are_most_members_of_a_group_told_to_be_wrong(rows):
+def test_the_majority_of_a_group_is_never_found_wrong(rows):
     members = min(map(len, rows))
     results = [[list(row[member]) for row in rows] for member in range(members)]
     told = [verdicts(member, results) for member in range(members)]
@@ -94,7 +96,7 @@ def exactly(values: torch.Tensor, pieces: int) -> tuple[list, list]:
 
 
 @pytest.fixture(params=["library", "torch"])
-def way(request, monkeypatch):
+def backend(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:
@@ -102,7 +104,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_they_are_those_of_the_definition(way, dtype, seed):
+def test_sums_of_blocks_are_those_of_the_definition(backend, dtype, seed):
     draw = torch.Generator().manual_seed(seed)
     for pieces, length in ((1, 1), (1, 1024), (1, 5000), (2, 128), (3, 1025), (4, 2048), (2, 15)):
         values = torch.randn(pieces, length, generator=draw).to(dtype)
@@ -112,7 +114,7 @@ def test_they_are_those_of_the_definition(way, dtype, seed):
         assert ((found - expected).abs() <= 1e-12 * expected[1]).all(), (pieces, length)
 
 
-def test_what_is_not_finite_stays_so(way):
+def test_sums_of_values_that_are_not_finite_are_not_finite(backend):
     values = torch.ones(3, 1024)
     values[0, 5], values[1, 7], values[2, 9] = math.inf, -math.inf, math.nan
     sums, magnitudes = block_sums(values, 3)
@@ -120,6 +122,6 @@ def test_what_is_not_finite_stays_so(way):
     assert magnitudes[:2, 0].tolist() == [math.inf] * 2 and magnitudes[2].isnan().all()
 
 
-def test_strided_values_are_summed_in_their_order(way):
+def test_strided_values_are_summed_in_their_order(backend):
     values = torch.arange(4096.0).reshape(64, 64).t()
     assert torch.equal(block_sums(values, 2), block_sums(values.contiguous(), 2))

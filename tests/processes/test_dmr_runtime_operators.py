@@ -9,7 +9,6 @@ from ft.systems.dmr.runtime.operators import (
     check_in_place,
     execute_again,
     expected,
-    is_counted,
     is_verified_by_inspection,
     properties_of,
     results,
@@ -42,26 +41,6 @@ def test_every_operator_of_torch_has_a_nature():
             assert not properties_of(kind.functional).written, kind
         for position, name in kind.written:
             assert position is None or func._schema.arguments[position].name == name
-
-
-def test_collectives_are_not_repeated_and_write():
-    kind = properties_of(torch.ops.c10d.allreduce_.default)
-    assert (kind.executes, kind.communicates, len(kind.written)) == (False, True, 1)
-    assert properties_of(torch.ops.c10d.send.default).written == ()
-
-
-def test_a_copy_to_another_device_is_not_counted():
-    func, x = aten._to_copy.default, torch.ones(2)
-    assert is_counted(call_of(func, (x,), {"dtype": torch.float16}))
-    assert not is_counted(call_of(func, (x,), {"device": "meta"}))
-    assert not is_counted(call_of(aten.copy_.default, (torch.empty(2, device="meta"), x)))
-    assert is_counted(call_of(aten.copy_.default, (torch.empty(2), x)))
-
-
-def test_tensors_are_found_wherever_they_are():
-    a, b, c = (torch.tensor(float(i)) for i in range(3))
-    assert [float(one) for one in tensors_in([a, (b, [None, 3, "x"]), {"k": c}])] == [0.0, 1.0, 2.0]
-    assert tensors_in(None) == []
 
 
 def normal(*size: int, dtype=torch.float32) -> torch.Tensor:
@@ -179,13 +158,6 @@ def test_copies_are_verified_by_looking(dtype):
         assert same(*expected(call))
     target[2, 1] += 1
     assert not same(*expected(call))
-
-
-def test_a_copy_onto_itself_is_not_compared_with_itself():
-    x = normal(4)
-    assert not is_verified_by_inspection(call_of(aten.copy_.default, (x[1:3], x[1:3])))
-    assert not is_verified_by_inspection(call_of(aten.copy_.default, (x,), {"src": x}))
-    assert not is_verified_by_inspection(call_of(aten.mul_.Scalar, (x, 2.0)))
 
 
 def test_a_drawn_result_is_drawn_again():

@@ -8,7 +8,6 @@ import torch
 from harness import RankFailed
 
 from ft import cli
-from ft.base.errors import UserError
 from ft.lab.reproducibility.probe import (
     NOT_TRIED,
     REFUSED,
@@ -21,7 +20,6 @@ from ft.lab.reproducibility.probe import (
     as_text,
     as_values,
 )
-from ft.systems.dmr.plan.file import Unstable, read_unstable, write_unstable
 
 _library = torch.library.Library("planted", "FRAGMENT")
 _library.define("noise(Tensor x) -> Tensor")
@@ -147,14 +145,6 @@ def test_the_table_says_what_can_be_done():
     assert [one["operator"] for one in values["unstable"]] == ["planted::noise", "planted::obedient"]
     assert values["unstable"][0]["differing_runs"] == 4
     assert "mul.Tensor" in values["stable"]
-
-
-def test_the_file_of_names_comes_back(tmp_path):
-    found = Unstable(("index_put_", "cumsum"), "2.13.0", "a GPU")
-    write_unstable(tmp_path / "u.json", found)
-    assert read_unstable(tmp_path / "u.json") == found
-    with pytest.raises(UserError, match="cannot be written"):
-        write_unstable(tmp_path / "no" / "u.json", found)
 
 
 def selftest(*words: str) -> tuple[int, str]:

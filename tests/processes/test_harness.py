@@ -66,11 +66,6 @@ def start_a_child_and_hang():
     time.sleep(60)
 
 
-def use_a_manager_process():
-    manager = multiprocessing.get_context("spawn").Manager()
-    return manager.list([1, 2])[1]
-
-
 def test_the_imports_are_paid_once(ranks):
     first, second = ranks(where_from, 2), ranks(where_from, 2, init=False)
     parents, modules, threads, _ = zip(*first, *second, strict=True)
@@ -155,8 +150,10 @@ def test_what_a_killed_rank_had_started_dies_too(ranks):
     assert not processes.runs(child)
 
 
-def test_helpers_end_as_in_a_real_interpreter(ranks):
-    assert ranks(use_a_manager_process, 1, init=False) == [2]
+@pytest.mark.on_ranks(1, init=False)
+def test_helpers_end_as_in_a_real_interpreter():
+    manager = multiprocessing.get_context("spawn").Manager()
+    assert manager.list([1, 2])[1] == 2
 
 
 def test_a_killed_server_is_started_again(ranks):

@@ -26,6 +26,18 @@ def servers(closing):
     return lambda **whose: closing.enter_context(contextlib.closing(StateServer("127.0.0.1", TOKEN, **whose)))
 
 
+@pytest.fixture
+def serving(servers):
+    """Return a function that makes a server which offers a state."""
+
+    def offering(live, envelope=(), **whose):
+        source = servers(**whose)
+        source.offer(STEP, LINEAGE, live, dict(envelope))
+        return source
+
+    return offering
+
+
 def get(sources, into, *, step=STEP, lineage=LINEAGE, token=TOKEN, limit_s=WAIT_S, **more):
     return fetch([getattr(s, "address", s) for s in sources], token, step, lineage, into, limit_s, **more)
 
@@ -56,11 +68,9 @@ def test_any_range_of_the_layout_is_read_and_written_as_one_run_of_bytes():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_fetched_state_is_the_same_bit_for_bit_and_comes_evenly_from_all(servers, count):
+def test_a_fetched_state_is_the_same_bit_for_bit_and_comes_evenly_from_all(serving, count):
     live = state(2, 13.7)
-    sources = [servers(replica=i, rank=5) for i in range(count)]
-    for source in sources:
-        source.offer(STEP, LINEAGE, live, {"rng": [1, 2], "name": "ü"})
+    sources = [serving(live, {"rng": [1, 2], "name": "ü"}, replica=i, rank=5) for i in range(count)]
     into = blank(live)
     found = get(sources, into, rank=5)
     assert equal(live, into)
@@ -70,18 +80,15 @@ def test_a_fetched_state_is_the_same_bit_for_bit_and_comes_evenly_from_all(serve
     assert max(lengths) - min(lengths) <= 128 or found.seconds > 0.25  # from then on the slower one is helped
 
 
-def test_names_decide_and_not_the_order_of_the_tensors(servers):
+def test_names_decide_and_not_the_order_of_the_tensors(serving):
     live = state(3, 0.1)
-    source = servers()
-    source.offer(STEP, LINEAGE, live, {})
     into = dict(reversed(blank(live).items()))
-    get([source], into)
+    get([serving(live)], into)
     assert equal(live, into)
 
 
-def test_a_state_without_a_byte_still_has_its_envelope(servers):
-    source = servers()
-    source.offer(STEP, LINEAGE, {"none": torch.zeros(0, 3)}, {"k": 1})
+def test_a_state_without_a_byte_still_has_its_envelope(serving):
+    source = serving({"none": torch.zeros(0, 3)}, {"k": 1})
     found = get([source], {"none": torch.zeros(0, 3)})
     assert found.envelope == {"k": 1} and found.bytes == 0
     source.offer(STEP, LINEAGE, {}, {"k": 2})
@@ -96,10 +103,9 @@ def test_a_state_without_a_byte_still_has_its_envelope(servers):
         ({"rank": 1}, BadState, r"serves logical rank 5 of replica 2, Mark\(rank=5.* instead of Mark\(rank=1"),
     ],
 )
-def test_another_state_than_the_one_asked_for_is_refused(servers, change, kind, words):
+def test_another_state_than_the_one_asked_for_is_refused(serving, change, kind, words):
     live = state(4, 0.1)
-    source = servers(replica=2, rank=5)
-    source.offer(STEP, LINEAGE, live, {})
+    source = serving(live, replica=2, rank=5)
     with pytest.raises(kind, match=words):
         get([source], blank(live), **change)
     eventually(lambda: source.under_way() == 0)
@@ -115,11 +121,9 @@ def test_another_state_than_the_one_asked_for_is_refused(servers, change, kind, 
         ("more", torch.zeros(1), "11 tensors against 12"),
     ],
 )
-def test_other_tensors_are_a_bad_state(servers, name, tensor, words):
+def test_other_tensors_are_a_bad_state(serving, name, tensor, words):
     live = state(5, 0.1)
-    source = servers()
-    source.offer(STEP, LINEAGE, live, {})
-    into = blank(live) | {name: tensor}
+    source, into = serving(live), blank(live) | {name: tensor}
     with pytest.raises(BadState, match=words):
         get([source], {key: value for key, value in into.items() if value is not None})
 
@@ -134,12 +138,10 @@ def test_tensors_that_are_no_run_of_bytes_are_refused_where_they_are_given(serve
         servers().offer(STEP, LINEAGE, {"wave": torch.zeros(2, dtype=torch.complex64)}, {})
 
 
-def test_a_source_with_another_state_is_left_for_one_that_has_the_right_one(servers):
+def test_a_source_with_another_state_is_left_for_one_that_has_the_right_one(serving):
     live = state(6, 3)
-    right, later, other = servers(), servers(), servers()
-    right.offer(STEP, LINEAGE, live, {})
+    right, later, other = serving(live), serving(live), serving({"weight": torch.zeros(1)})
     later.offer(STEP + 1, LINEAGE, live, {})
-    other.offer(STEP, LINEAGE, {"weight": torch.zeros(1)}, {})
     into = blank(live)
     found = get([later, other, right, "127.0.0.1:1"], into)
     assert equal(live, into)
@@ -188,10 +190,9 @@ def test_a_fetch_ends_when_its_time_is_up_or_it_is_cancelled(servers):
         get([], {})
 
 
-def test_a_tensor_that_was_given_another_shape_since_is_not_served(servers):
+def test_a_tensor_that_was_given_another_shape_since_is_not_served(serving):
     live = state(10, 0.1)
-    source = servers()
-    source.offer(STEP, LINEAGE, live, {})
+    source = serving(live)
     live["weight"].resize_(3)
     with pytest.raises(FetchRefused, match=r"withdrawn|changed"):
         get([source], blank(state(10, 0.1)))

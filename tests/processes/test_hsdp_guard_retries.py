@@ -14,7 +14,7 @@ from ft.state.fetch import Fetched, FetchRefused
 from ft.systems.hsdp import catch_up
 from ft.systems.hsdp import rank as votes
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.protocol import Agreed, LastSave, Turns
+from ft.systems.hsdp.protocol import Agreed, LastSave
 from ft.systems.hsdp.replica_manager import ReplicaManager
 from ft.systems.hsdp.work import Work
 
@@ -188,16 +188,6 @@ def test_nobody_waits_for_a_last_checkpoint_that_is_there(tmp_path, others):
     made.agree(ALL)
     made.run(made.step)
     made.parts.agreement.ask.assert_called_once()
-
-
-@pytest.mark.parametrize("ending", [(0, 1, 2), (1, 2), (2,), (0, 2)])
-def test_of_those_that_have_come_to_the_end_exactly_one_writes(ending):
-    turns = {replica: Turns() for replica in ending}
-    for _ in range(4):
-        mine = [replica for replica in ending if turns[replica].is_mine(replica, (0, 1, 2))]
-        if mine:
-            break
-    assert mine == [ending[0]]
 
 
 def test_a_replica_gives_its_zeros_when_its_sources_know_that_it_fetches_and_not_much_later(tmp_path, monkeypatch):

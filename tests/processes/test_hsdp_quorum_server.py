@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import wait
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +64,10 @@ class Service:
         server = self.serve(2, **options)
         clients = [self.client(replica) for replica in range(2)]
         return server, clients, both(clients, [(0, 0)] * 2)
+
+    def lose_the_server(self):
+        self.server.kill()
+        self.server.wait()
 
     def term(self):
         found = election.read(self.folder, QUORUM)
@@ -153,11 +156,10 @@ def test_a_new_life_is_known_by_its_new_addresses_and_the_old_one_is_refused(ser
 
 
 def test_a_killed_server_s_successor_goes_on_with_what_was_asked(service):
-    first, clients, quorum = service.begin()
+    _, clients, quorum = service.begin()
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
-    first.kill()
-    first.wait()
+    service.lose_the_server()
     other = ask(clients[1], after(quorum))
     service.serve(2, takes_over=True)
     newer = waits.result(LIMIT_S)
@@ -205,28 +207,23 @@ def test_many_servers_at_once_leave_one(service):
 
 
 def test_the_end_of_the_run_is_known_to_the_next_server(service):
-    first, clients, quorum = service.begin()
+    _, clients, quorum = service.begin()
     assert ask(clients[0], after(quorum), finished=True).result(LIMIT_S).finished
     clients[0].leave("done")
     clients[0].close()
-    first.kill()
-    first.wait()
+    service.lose_the_server()
     service.serve(2, takes_over=True)
     assert ask(clients[1]).result(LIMIT_S).finished
 
 
-def test_a_replica_that_finishes_while_there_is_no_server_ends_when_the_next_one_knows(service):
-    first, clients, quorum = service.begin(min_replicas=2)
-    first.kill()
-    first.wait()
+def test_a_replica_that_finishes_while_there_is_no_server_ends_when_the_next_one_knows(service, aside):
+    _, clients, quorum = service.begin(min_replicas=2)
+    service.lose_the_server()
     own = SimpleNamespace(client=clients[0])
-    ends = Thread(target=Components.finish, args=(own, Report(0, 0, *after(quorum), step_s=0.01)), daemon=True)
-    ends.start()
-    ends.join(1.0)
-    assert ends.is_alive()
+    ends = aside(Components.finish, own, Report(0, 0, *after(quorum), step_s=0.01))
+    assert not wait([ends], 1.0).done
     service.serve(2, min_replicas=2, takes_over=True)
-    ends.join(LIMIT_S)
-    assert not ends.is_alive()
+    ends.result(LIMIT_S)
     clients[0].close()
     assert ask(clients[1], (quorum.step, quorum.lineage)).result(LIMIT_S).finished
 
@@ -289,11 +286,11 @@ def test_one_that_has_begun_is_waited_for_and_then_says_hello_on_the_same_connec
 
 
 def test_one_that_is_busy_with_something_else_is_waited_for_by_the_next_server_too(service):
-    first, clients, quorum = service.begin(limits={"member_s": 0.6, "blamed_s": 0.5})
+    _, clients, quorum = service.begin(limits={"member_s": 0.6, "blamed_s": 0.5})
     clients[1].aside()
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 1.0).done
-    first.kill()
+    service.lose_the_server()
     service.serve(2, limits={"member_s": 0.6, "blamed_s": 0.5})
     assert not wait([waits], 2.0).done
     assert both([clients[1]], [after(quorum)]) == waits.result(LIMIT_S)

@@ -14,7 +14,8 @@ import time
 import psutil
 import pytest
 import torch
-from rings import CALM, gather, ring_members
+from rings import CALM, gather
+from test_hsdp_ring import members as members
 
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, accept, dial
 from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
@@ -27,12 +28,6 @@ STRANGERS_WORDS = Party("", connect.PURPOSE, False).greeting() + bytes(connect.A
 QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=1.2)
 PATIENT = RingOptions(chunk_bytes=4096, chunks=2, limit_s=6)
 """Neighbours have seconds to answer in, on a busy machine too."""
-
-
-@pytest.fixture
-def members():
-    with ring_members() as make:
-        yield make
 
 
 def reduce(rings: list[Ring], size: int = 5000) -> list:

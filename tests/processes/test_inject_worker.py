@@ -13,7 +13,7 @@ import pytest
 from pythons import environment
 from waiting import eventually
 
-from ft.base.errors import RecoverableError, UserError
+from ft.base.errors import RecoverableError
 from ft.faults import Fault, write
 from ft.faults.agent import AgentInjector
 from ft.faults.worker import Injector
@@ -176,12 +176,6 @@ def test_a_killed_node_takes_all_its_processes_with_it():
     eventually(
         lambda: not psutil.pid_exists(int(lines[0])) or psutil.Process(int(lines[0])).status() == "zombie", "end"
     )
-
-
-def test_a_partition_in_the_machines_own_namespace_is_refused(tmp_path):
-    with pytest.raises(UserError, match="partition") as raised:
-        AgentInjector([Fault(1, "partition", step=2, node="n0", seconds=1.0)], "n0", tmp_path, print)
-    assert "ip netns" in str(raised.value)
 
 
 PARTITION = """

@@ -12,7 +12,8 @@ from ft.lab.selftest.table import CHECKS
 from ft.platform.network import free_port
 
 LONG = pytest.mark.long
-LIGHT = ("versions", "storage", "one-rank", "both-send", "snapshot", "ring", "digests")
+LIGHT = "versions,storage,one-rank,both-send,snapshot,ring,digests"
+OTHERS = "hung-groups", "groups,fork,killed-rank,killed-making", "training", "kill", "stop", "stall", "reproducible"
 FOUND = {
     "versions": "megatron-core is not installed here",
     "storage": "cannot be written: Not a directory",
@@ -37,33 +38,20 @@ FOUND = {
 """What each check says of its planted fault."""
 
 
-def check_planted(folder, *names):
-    ended = selftests.selftest(folder, "--only", ",".join(names), "--plant", ",".join(names))
+def check_found(ended):
+    """All checks have failed, and say what was planted."""
     assert ended.code == 1, ended.errors
     for name, row in ended.rows().items():
-        assert row["outcome"] == "fail", row
-        assert FOUND[name] in row["text"] and row["fix"], row
+        assert row["outcome"] == "fail" and FOUND[name] in row["text"] and row["fix"], row
 
 
 def test_every_check_has_a_planted_fault():
     assert FOUND.keys() == {check.name for check in CHECKS}
 
 
-def test_light_checks_find_their_planted_faults(tmp_path):
-    check_planted(tmp_path / "run", *LIGHT)
-
-
-@pytest.mark.long
-def test_an_abort_that_never_returns_is_found(tmp_path):
-    check_planted(tmp_path / "run", "hung-groups")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "names", ["groups,fork,killed-rank,killed-making", "training", "kill", "stop", "stall", "reproducible"]
-)
-def test_other_checks_find_their_planted_faults(tmp_path, names):
-    check_planted(tmp_path / "run", *names.split(","))
+@pytest.mark.parametrize("names", [LIGHT, *(pytest.param(names, marks=LONG) for names in OTHERS)])
+def test_checks_find_their_planted_faults(tmp_path, names):
+    check_found(selftests.selftest(tmp_path / "run", "--only", names, "--plant", names))
 
 
 def both_nodes(tmp_path, *words):
@@ -90,10 +78,7 @@ def test_two_nodes_check_what_lies_between_them(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_faults_between_two_nodes_are_found(tmp_path):
-    ended = both_nodes(tmp_path, "--only", "ports,clocks", "--plant", "ports,clocks")
-    assert ended.code == 1
-    for name, row in ended.rows().items():
-        assert row["outcome"] == "fail" and FOUND[name] in row["text"] and row["fix"], row
+    check_found(both_nodes(tmp_path, "--only", "ports,clocks", "--plant", "ports,clocks"))
 
 
 def test_a_run_folder_that_cannot_be_written_is_reported_as_such(tmp_path):

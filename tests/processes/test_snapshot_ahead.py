@@ -89,17 +89,15 @@ def test_memory_that_is_ready_is_used_and_both_snapshots_of_a_killed_worker_can_
     assert spare.memory.closed is False and not joiner.server._ahead
 
 
-def test_another_step_than_the_newest_is_fetched_as_without(workers, successor):
+@pytest.mark.parametrize(("step", "is_damaged", "how"), [(5, False, "copy:1"), (6, True, "copy:2")])
+def test_another_step_than_the_newest_and_one_whose_copy_is_damaged_are_fetched_as_without(
+    workers, successor, step, is_damaged, how
+):
+    if is_damaged:
+        workers.snaps[1].corrupt(owner=0)
     joiner = successor()
     joiner.fetch.join(20)
-    assert joiner.restore(5) == "copy:1" and joiner.is_at(5)
-
-
-def test_a_damaged_copy_is_left_for_that_of_the_next_holder(workers, successor):
-    workers.snaps[1].corrupt(owner=0)
-    joiner = successor()
-    joiner.fetch.join(20)
-    assert joiner.restore(6) == "copy:2" and joiner.is_at(6)
+    assert joiner.restore(step) == how and joiner.is_at(step)
 
 
 def test_nobody_waits_for_a_holder_that_does_not_answer(workers, successor, monkeypatch):

@@ -308,11 +308,8 @@ def test_weights_with_a_scale_are_those_of_the_parameters_when_the_state_is_forg
     assert not optimizer.get_unscaled_state(parameters[0], "exp_avg").any()
 
 
-def test_loss_scaler_and_schedule_come_back(ranks):
-    ranks(bring_scaler_and_schedule_back, 1, init=False)
-
-
-def bring_scaler_and_schedule_back():
+@pytest.mark.on_ranks(1, init=False)
+def test_loss_scaler_and_schedule_come_back():
     from types import SimpleNamespace
 
     from ft.state.snapshot import optimizers
@@ -406,11 +403,8 @@ def test_what_a_recovery_could_not_restore_is_refused_by_name(ranks, corpus):
         assert any(text in problem for problem in found[name]), (name, found[name])
 
 
-def test_a_buffer_that_a_forward_pass_replaces_comes_back(ranks, corpus):
-    ranks(bring_a_replaced_buffer_back, 1, corpus)
-
-
-def bring_a_replaced_buffer_back(corpus):
+@pytest.mark.on_ranks(1)
+def test_a_buffer_that_a_forward_pass_replaces_comes_back(corpus):
     from ft.state.snapshot.capture import Capture
 
     trainer = plain_loop.PlainTrainer(plain_loop.Setting(corpus, config=NO_DROPOUT))
@@ -422,14 +416,6 @@ def bring_a_replaced_buffer_back(corpus):
     chunk.module.seen = torch.full((2,), 9.0)
     capture.apply(taken)
     assert chunk.module.seen.tolist() == [3.0, 3.0]
-
-
-def test_what_no_snapshot_can_hold_is_named():
-    from ft.base.errors import UserError
-    from ft.state.snapshot import optimizers
-
-    with pytest.raises(UserError, match="'lr_lambdas'"):
-        optimizers.numbers({"step": 1, "lr_lambdas": [len]})
 
 
 def draw() -> list:
@@ -445,7 +431,8 @@ def draw() -> list:
     return [random.random(), *gauss, numpy.random.rand(), torch.rand(3).tolist(), tracked]
 
 
-def draws_after_restore():
+@pytest.mark.on_ranks(1)
+def test_every_generator_comes_back():
     from ft.state.snapshot import rng
     from megatron.core import parallel_state, tensor_parallel
 
@@ -455,9 +442,4 @@ def draws_after_restore():
     states = rng.blobs()
     first, _ = draw(), draw()
     rng.restore(states)
-    return first, draw()
-
-
-def test_every_generator_comes_back(ranks):
-    ((first, again),) = ranks(draws_after_restore, 1)
-    assert first == again
+    assert draw() == first

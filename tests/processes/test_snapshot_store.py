@@ -139,11 +139,19 @@ def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
     assert workers.snaps[2].holdings().copies == {1: [5, 6]}
 
 
-def test_a_corrupt_own_snapshot_is_replaced_by_the_peer_copy(crew):
-    workers = crew(2, steps=[5])
-    assert workers.snaps[0].corrupt(byte=MIB + 17) == 5
+@pytest.mark.parametrize(
+    ("holder", "damage", "source", "how"),
+    [
+        (0, {"byte": MIB + 17}, Source(0, 0), "copy:1"),
+        (1, {"owner": 0, "byte": 3}, Source(1, 1), "copy:2"),
+    ],
+    ids=["the own one", "a peer's"],
+)
+def test_a_corrupt_snapshot_is_passed_over_for_the_next(crew, holder, damage, source, how):
+    workers = crew(3, copies=2, steps=[5])
+    assert workers.snaps[holder].corrupt(**damage) == 5
     live = set_to(workers.live[0], 6)
-    assert workers.snaps[0].restore(live, 5, Source(0, 0), epoch=1)["owned"] == "copy:1"
+    assert workers.snaps[0].restore(live, 5, source, epoch=1) == {"owned": how, "replicated": "peer:1"}
     assert is_at(live, 5)
 
 
@@ -157,14 +165,6 @@ def test_the_last_snapshot_undoes_a_step_unless_it_is_damaged(crew):
     with pytest.raises(RecoverableError, match="the snapshot of step 6 is damaged: chunk 1 of"):
         snaps.write_back(live.sections())
     assert is_at(live, 7)
-
-
-def test_a_corrupt_peer_copy_is_passed_over_for_the_next(crew):
-    workers = crew(3, copies=2, steps=[5])
-    workers.snaps[1].corrupt(owner=0, byte=3)
-    live = set_to(workers.live[0], 6)
-    assert workers.snaps[0].restore(live, 5, Source(1, 1), epoch=1) == {"owned": "copy:2", "replicated": "peer:1"}
-    assert is_at(live, 5)
 
 
 def test_when_no_copy_is_sound_each_one_is_named_and_nothing_is_written(crew):

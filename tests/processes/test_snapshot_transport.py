@@ -1,7 +1,6 @@
 """Peer copies over TCP and over MPI: what breaks a transfer, and what is left then."""
 
 import contextlib
-import os
 import random
 import signal
 import threading
@@ -53,17 +52,22 @@ def test_a_dropped_connection_is_survived_in_place(crew):
     assert workers.snaps[1].holdings().copies == {0: [5, 6]}
 
 
+def take_alone(snaps, live, step, epoch=0, why=""):
+    """Take a snapshot of which no peer gets a copy, and settle."""
+    snaps.take(set_to(live, step), step, epoch)
+    with pytest.raises(PeerLost, match=why):
+        snaps.wait()
+    snaps.settle()
+
+
 def test_a_peer_that_is_gone_is_reported_and_the_own_copy_stays(crew):
     told = []
     workers = crew(2, steps=[4])
     workers.snaps[0]._on_failure = lambda what, error: told.append((what, type(error)))
     workers.servers[1].close()
-    workers.snaps[0].take(set_to(workers.live[0], 5), 5, 0)
-    with pytest.raises(PeerLost, match="step 5 is not safe with logical rank 1"):
-        workers.snaps[0].wait()
+    take_alone(workers.snaps[0], workers.live[0], 5, why="step 5 is not safe with logical rank 1")
     assert told == [("snapshot to rank 1", PeerLost)]
     assert workers.snaps[0].lag == 1
-    workers.snaps[0].settle()
     assert workers.snaps[0].holdings().own == [4, 5]
 
 
@@ -79,10 +83,7 @@ def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew, see
 
         with Proxy(workers.addresses[1], asks=spoil, network=workers.networks.of(0)) as proxy:
             workers.snaps[0].place({**workers.addresses, 1: proxy.address})
-            workers.snaps[0].take(set_to(workers.live[0], step), step, step)
-            with pytest.raises(PeerLost):
-                workers.snaps[0].wait()
-            workers.snaps[0].settle()
+            take_alone(workers.snaps[0], workers.live[0], step, epoch=step)
         held = workers.servers[1].stock.find(0, 0)
         assert held is not None
         assert held.damage() is None
@@ -94,10 +95,7 @@ def test_epochs_that_are_over_are_refused(crew):
     workers = crew(2)
     workers.step(4, epoch=3)
     workers.snaps[1].settle()
-    workers.snaps[0].take(set_to(workers.live[0], 5), 5, 3)
-    with pytest.raises(PeerLost, match="epoch 3 is over"):
-        workers.snaps[0].wait()
-    workers.snaps[0].settle()
+    take_alone(workers.snaps[0], workers.live[0], 5, epoch=3, why="epoch 3 is over")
     assert workers.snaps[1].holdings().copies == {0: [4]}
     workers.step(4, epoch=4)
     assert workers.snaps[1].holdings().copies == {0: [4]}
@@ -178,55 +176,38 @@ def test_who_does_not_know_the_token_is_refused(networks):
 
 def test_buffers_are_allocated_once(crew):
     workers = crew(2, steps=(0, 1))
-    before = [server.stock.nbytes() for server in workers.servers]
-    buffers = [
-        id(slot.parts["owned"].buffer)
-        for server in workers.servers
-        for rank in range(2)
-        for slot in (server.stock.find(rank, 0), server.stock.find(rank, 1))
-    ]
+
+    def allocated(*steps):
+        slots = [server.stock.find(rank, step) for server in workers.servers for rank in range(2) for step in steps]
+        return [id(slot.parts["owned"].buffer) for slot in slots], [server.stock.nbytes() for server in workers.servers]
+
+    before = allocated(0, 1)
     for step in range(2, 52):
         workers.step(step)
-    after = [
-        id(slot.parts["owned"].buffer)
-        for server in workers.servers
-        for rank in range(2)
-        for slot in (server.stock.find(rank, 50), server.stock.find(rank, 51))
-    ]
-    assert [server.stock.nbytes() for server in workers.servers] == before
-    assert after == buffers
+    assert allocated(50, 51) == before
     workers.close()
     assert [server.stock.nbytes() for server in workers.servers] == [{"own": 0, "copies": 0}] * 2
 
 
-def hold(folder: str, network: str) -> None:
+def hold(network: str) -> None:
     """A peer in a process of its own; ends when its parent does."""
     server = SnapshotServer(from_text(network))
     Snapshots(server, rank=1, peers=[])
-    with open(f"{folder}/address.new", "w") as file:
-        file.write(server.address)
-    os.rename(f"{folder}/address.new", f"{folder}/address")
+    print("address", server.address, flush=True)
     time.sleep(60)
 
 
-def address_in(folder) -> str:
-    eventually((folder / "address").exists)
-    return (folder / "address").read_text()
-
-
-def test_a_stopped_peer_ends_the_wait_at_its_limit_and_can_be_settled(ranks, tmp_path, networks):
-    handle = ranks.start(hold, 1, str(tmp_path), networks.text(1), init=False)
+def test_a_stopped_peer_ends_the_wait_at_its_limit_and_can_be_settled(ranks, networks):
+    handle = ranks.start(hold, 1, networks.text(1), init=False)
     server = SnapshotServer(networks.of(0))
     snaps = Snapshots(server, rank=0, peers=[1], timeout_s=0.5)
-    snaps.place({1: address_in(tmp_path)})
+    handle.wait_for_output(0, "address")
+    snaps.place({1: handle.output(0).split()[-1]})
     live = state(1, mib=40)
     snaps.take(live, 1, 0)
     snaps.wait()
     handle.kill(0, signal.SIGSTOP)
-    snaps.take(live, 2, 0)
-    with pytest.raises(PeerLost, match="no answer within"):
-        snaps.wait()
-    snaps.settle()
+    take_alone(snaps, live, 2, why="no answer within")
     assert snaps.holdings().own == [1, 2]
     assert snaps.lag == 1
     snaps.close()

@@ -170,26 +170,3 @@ def test_it_is_registered_once_in_a_process():
     first = processes.register_handler(1)
     assert first is not None and processes.register_handler(1) is first
     assert Handler.of(None) is None and Handler.of({"signum": "x"}) is None
-
-
-TEXT = """Thread 0x00007f01 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 320 in wait
-  File "/home/u/run/my.py", line 3 in watch
-
-Current thread 0x00007f00 [train] (most recent call first):
-  Garbage-collecting
-  File "/x/site-packages/torch/nn/modules/module.py", line 9 in forward
-  File "/home/u/run/my.py", line 7 in main
-  ...
-
-Thread 0x00007f02 (most recent call first):
-  <no Python frame>
-"""
-
-
-def test_what_faulthandler_writes_is_read():
-    first, second, third = calls.read_stacks(TEXT, 0x7F00, "/home/u/run")
-    assert first.trains and first.name == "train"
-    assert first.frames == (calls.COLLECTION, "torch/nn/modules/module.py:9 forward", "my.py:7 main")
-    assert second.frames == ("/usr/lib/python3.11/threading.py:320 wait", "my.py:3 watch") and not third.frames
-    assert calls.read_stacks("", 1) == []

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pythons import python
 
 from ft.base.errors import UserError
 from megatron import patches
-from megatron.ft_trainer.arguments import parse
-from megatron.ft_trainer.arguments.needs import needs
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.tokenizer import DatasetMeta, build_tokenizer
+from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer, DatasetMeta, NullTokenizer, build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
 
@@ -109,32 +108,38 @@ def test_ids_are_those_of_cores_own_builder(kind, tmp_path, monkeypatch):
     assert build_tokenizer(options).fingerprint == ours.fingerprint
 
 
-@pytest.fixture
-def folder(tmp_path) -> str:
-    return hugging_face(tmp_path)["tokenizer_model"]
-
-
 def of_folder(model: str):
     return build_tokenizer(TokenizerOptions(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model))
 
 
-def test_a_hugging_face_folder_names_its_special_tokens(folder):
-    assert (of_folder(folder).eod, of_folder(folder).pad) == (2, 1)
-
-
-def test_padding_is_never_end_of_document(folder):
-    settings = Path(folder, "tokenizer_config.json")
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "<stop>"}))
-    assert (of_folder(folder).eod, of_folder(folder).pad) == (2, -1)
-
-
-def test_the_fingerprint_of_a_folder_follows_its_files(folder):
-    before = of_folder(folder).fingerprint
-    file = Path(folder, "tokenizer.json")
+def changed(file: Path, change) -> None:
+    """Change what a file of JSON holds."""
     content = json.loads(file.read_text())
-    content["model"]["merges"].pop()
+    change(content)
     file.write_text(json.dumps(content))
-    assert of_folder(folder).fingerprint != before
+
+
+def test_a_hugging_face_folder_names_its_special_tokens_is_found_again_and_known_by_its_files(tmp_path):
+    folder = hugging_face(tmp_path)["tokenizer_model"]
+    first = of_folder(folder)
+    assert (first.eod, first.pad) == (2, 1)
+    sidecar = DatasetMeta(first.kind, first.model, first.fingerprint, first.vocab_size, 0.0)
+    (tmp_path / "words.meta.json").write_bytes(msgspec.json.encode(sidecar))
+    assert build_tokenizer(TokenizerOptions(), str(tmp_path / "words")).model == folder
+    changed(Path(folder, "tokenizer.json"), lambda content: content["model"]["merges"].pop())
+    assert of_folder(folder).fingerprint != first.fingerprint
+    changed(Path(folder, "tokenizer_config.json"), lambda content: content.update(pad_token="<stop>"))
+    assert (of_folder(folder).eod, of_folder(folder).pad) == (2, -1), "padding is never the end of a document"
+
+
+def test_fingerprints_differ_and_are_equal_in_other_processes():
+    mine = [ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint]
+    assert len(set(mine)) == 3
+    code = (
+        "from megatron.ft_trainer.data.tokenizer import *\n"
+        "print(ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint)"
+    )
+    assert python("-c", code).stdout.split() == mine
 
 
 def test_bad_hugging_face_folders(tmp_path):
@@ -146,15 +151,3 @@ def test_bad_hugging_face_folders(tmp_path):
         of_folder(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="megatron-core cannot build HuggingFaceTokenizer"):
         of_folder(str(tmp_path))
-
-
-def test_the_default_finds_the_folder_again(tmp_path, folder):
-    tokenizer = of_folder(folder)
-    sidecar = DatasetMeta(tokenizer.kind, tokenizer.model, tokenizer.fingerprint, tokenizer.vocab_size, 0.0)
-    (tmp_path / "words.meta.json").write_bytes(msgspec.json.encode(sidecar))
-    assert build_tokenizer(TokenizerOptions(), str(tmp_path / "words")).model == folder
-
-
-def test_the_package_is_named():
-    options = parse("--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder")
-    assert [each.requirement for each in needs(options, None)] == ["transformers"]

@@ -98,7 +98,8 @@ def test_time_and_interval_end_a_run_whose_metrics_say_everything_about_a_step(r
     assert end["step"] == 1
 
 
-def ask_for_trackers(lines):
+@pytest.mark.on_ranks(1)
+def test_random_numbers_are_drawn_by_a_tracker_of_the_kind_that_the_flags_ask_for():
     from megatron.core.tensor_parallel import random as core_random
     from megatron.ft_trainer.arguments import check, parse
     from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
@@ -110,16 +111,10 @@ def ask_for_trackers(lines):
         make(force_reset=True)  # one of Transformer Engine, or whose states can be captured, needs a GPU
 
     core_random.initialize_rng_tracker = noting
-    for number, line in enumerate(lines):
-        options = parse(line)
+    for number, flags in enumerate(("", "--cuda-graph-impl local", "--enable-cuda-graph")):
+        options = parse(f"{runs.BASE} --mock-data {flags}")
         layout = check(options, 1, has_te=True)
         if number == 0:
             init_model_parallel(options.core, layout)
         seed_everything(options)
-    return asked
-
-
-def test_random_numbers_are_drawn_by_a_tracker_of_the_kind_that_the_flags_ask_for(ranks):
-    flags = ("", "--cuda-graph-impl local", "--enable-cuda-graph")
-    (asked,) = ranks(ask_for_trackers, 1, [f"{runs.BASE} --mock-data {each}" for each in flags])
-    assert asked == [(False, False), (False, True), (False, True)]
+    assert asked == [(False, False), (False, True), (False, True)], asked

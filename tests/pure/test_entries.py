@@ -1,4 +1,4 @@
-"""What starts the tests: CI, make and pre-commit call the same scripts, and durations are stored."""
+"""CI, make and pre-commit start the same scripts of the tests, and a run of the tests lists the slowest ones."""
 
 import re
 from pathlib import Path

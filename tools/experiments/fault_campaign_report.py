@@ -9,7 +9,7 @@ from ft.faults.page import TIMES
 from ft.faults.table import HARMLESS, IN_PLACE, MEANING, REPLACED, RESTARTED, TABLE
 
 RESULTS = "tools/experiments/results/fault_campaign"
-_SAID = {"in place": IN_PLACE, "replaced": REPLACED, "restart": RESTARTED}
+_OUTCOMES = {"in place": IN_PLACE, "replaced": REPLACED, "restart": RESTARTED}
 _COLOURS = {IN_PLACE: "#d98e04", REPLACED: "#c8322b", RESTARTED: "#4b3f72"}
 
 
@@ -104,7 +104,7 @@ def picture(runs: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8.5, 0.27 * len(order) + 1.6), dpi=100)
     for place, name in enumerate(order):
         for outcome, colour in _COLOURS.items():
-            seconds = alone([f for f in rows[name] if _SAID.get(f["outcome"]) == outcome])
+            seconds = alone([f for f in rows[name] if _OUTCOMES.get(f["outcome"]) == outcome])
             axes.scatter(seconds, [place] * len(seconds), s=16, color=colour, alpha=0.6, linewidths=0)
         axes.vlines(statistics.median(alone(rows[name])), place - 0.35, place + 0.35, color="#1f2933", linewidth=1.4)
     axes.set_xscale("log")

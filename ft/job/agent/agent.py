@@ -269,7 +269,7 @@ class Agent:
         worker = self._workforce.ended(pid, code)
         if worker is not None:
             self._devices.ended(worker.name, self._node)
-            self._workforce.estates.ended(pid, self._rank_of(worker.name), code)
+            self._workforce.kept_snapshots.ended(pid, self._rank_of(worker.name), code)
         if worker is not None and code not in PLANNED_ENDS and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
 
@@ -299,12 +299,12 @@ class Agent:
                     self._devices.take(name, what.devices[name])
             case Resume():
                 self._workforce.tell(what)
-                self._workforce.estates.clear()
+                self._workforce.kept_snapshots.clear()
             case Close():
                 self._workforce.tell(what)
                 self._recoveries.expect(what.epoch + 1)
             case Open():
-                self._workforce.tell_heirs({rank: seat.worker for rank, seat in what.seats.items()})
+                self._workforce.hand_over_snapshots({rank: seat.worker for rank, seat in what.seats.items()})
                 self._workforce.tell(what)
                 self.membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()
@@ -370,7 +370,7 @@ class Agent:
         if begin.ranks and master is None:
             return
         self._begin, self._number = None, begin.number
-        self._workforce.estates.clear()
+        self._workforce.kept_snapshots.clear()
         devices = self._devices
         # If there are too few sound devices, the control plane will find other nodes for these ranks.
         for rank, device in zip(begin.ranks, devices.sound(len(begin.ranks)), strict=False):

@@ -414,7 +414,7 @@ def _run_dir(given: argparse.Namespace, job: JobPlace | None, cluster: Cluster, 
     try:
         if path.exists() and not path.is_dir():
             raise UserError(f"--run-dir {path} is not a directory", "choose another one")
-        problem = files.unsafe(path)
+        problem = files.why_unsafe(path)
     except (OSError, ValueError) as error:
         raise UserError(f"the run's directory cannot be {str(path)[:99]}: {error}", "choose --run-dir") from error
     if problem:

@@ -130,7 +130,7 @@ def _without_launcher(error: BaseException) -> types.TracebackType | None:
 
 def _own_output(path: str) -> None:
     try:
-        log = files.unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = files.open_no_link(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -123,7 +123,7 @@ class Workforce:
         self._step_times: list[StepTimes] = []
         self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
-        self.estates = Estates()
+        self.kept_snapshots = KeptSnapshots()
         self.inspections = Inspections(place.options.run_dir, place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
@@ -243,7 +243,7 @@ class Workforce:
             processes.send(worker.pid, signal.SIGUSR1)
             time.sleep(_STACK_S)
         if rank is not None and worker is not None and worker.pid is not None:
-            self.estates.keep(rank, worker.pid)
+            self.kept_snapshots.keep(rank, worker.pid)
         self.kill(name)
 
     def _await_answers(self) -> None:
@@ -317,7 +317,7 @@ class Workforce:
             worker.channel.close()
             worker.channel = None
 
-    def tell_heirs(self, seats: Mapping[int, str]) -> None:
+    def hand_over_snapshots(self, seats: Mapping[int, str]) -> None:
         """Have workers of this node take over the snapshots that this agent keeps.
 
         Those of a logical rank go to its new worker. If that is on another node, a worker of this node serves them.
@@ -326,11 +326,11 @@ class Workforce:
             seats: logical rank -> the worker that is about to hold it.
         """
         here = [worker for name in seats.values() if (worker := self.workers.get(name)) and worker.channel is not None]
-        for rank in self.estates.ranks:
+        for rank in self.kept_snapshots.ranks:
             successor = self.workers.get(seats.get(rank, ""))
             for worker in here if successor is None else [successor]:
                 if worker.channel is not None:
-                    order = Inherit(self.estates.of(rank), rank, worker is successor)
+                    order = Inherit(self.kept_snapshots.of(rank), rank, worker is successor)
                     worker.channel.send(encode(order))
                     break
 
@@ -413,7 +413,7 @@ class Workforce:
         if isinstance(report, Beat):
             worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
             if worker.pid is not None:
-                self.estates.follow(worker.pid, report.memory)
+                self.kept_snapshots.follow(worker.pid, report.memory)
             self._note_progress(worker, report.step)
             return
         if isinstance(report, Inspected):
@@ -447,7 +447,7 @@ def listen() -> tuple[str, socket.socket]:
     return name, listener
 
 
-class Estates:
+class KeptSnapshots:
     """The snapshots of workers that have crashed or that this agent has killed, for the workers that take their seats
     over on this node.
 

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft.base.files import unlinked
+from ft.base.files import open_no_link
 from ft.job.replicas.policy import ENDS
 
 GIVEN_UP = "given up"
@@ -29,7 +29,7 @@ def put(run_dir: Path, replica: int, mark: str) -> None:
     folder = run_dir / _FOLDER
     folder.mkdir(exist_ok=True)
     temporary = folder / f".{replica}.{os.getpid()}"
-    with open(temporary, "w", opener=unlinked) as file:
+    with open(temporary, "w", opener=open_no_link) as file:
         file.write(mark)
     temporary.replace(folder / str(replica))
 

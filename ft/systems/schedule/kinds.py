@@ -34,7 +34,7 @@ from ft.systems.schedule.program import (
     swapped,
 )
 
-_SAME = 1e-9
+_TOLERANCE = 1e-9
 """Times whose difference is at most this, relative to the time (at least 1), are treated as equal."""
 
 
@@ -44,6 +44,7 @@ def insert_messages(
     """Return the program, and the time at which its last unit ends if messages take no time.
 
     Args:
+        order: the units of each stage, in the order in which it runs them.
         duration: returns the time of a unit, more than 0. With whole numbers, messages wait less, because stages are
             between units at the same time more often.
 
@@ -82,7 +83,7 @@ class _Simulation:
         """Advance to the next time at which units end, end these units, and return the time."""
         first = self.ends[0][0]
         now = first
-        while self.ends and self.ends[0][0] <= first + _SAME * max(1.0, first):
+        while self.ends and self.ends[0][0] <= first + _TOLERANCE * max(1.0, first):
             now, stage = heapq.heappop(self.ends)
             if stage < 0:
                 continue

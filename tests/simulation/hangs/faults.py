@@ -46,37 +46,37 @@ class Injected:
     factor: float = 0.0
 
 
-def _any_batch(programs: Programs, rank: int, choice: random.Random) -> tuple[int, int]:
-    return STEP, choice.randrange(len(programs.steps[rank]))
+def _any_batch(programs: Programs, rank: int, rng: random.Random) -> tuple[int, int]:
+    return STEP, rng.randrange(len(programs.steps[rank]))
 
 
-def _rank(programs: Programs, choice: random.Random) -> int:
-    return choice.choice(sorted(rank for rank, steps in programs.steps.items() if steps))
+def _rank(programs: Programs, rng: random.Random) -> int:
+    return rng.choice(sorted(rank for rank, steps in programs.steps.items() if steps))
 
 
 def _ended(state: str, kind: str) -> Callable:
-    def inject(programs: Programs, choice: random.Random) -> Injected:
-        rank = _rank(programs, choice)
-        inside = choice.random() < 0.5
-        wrong = Wrong(state, _any_batch(programs, rank, choice), inside, answers=False, kernel="T")
+    def inject(programs: Programs, rng: random.Random) -> Injected:
+        rank = _rank(programs, rng)
+        inside = rng.random() < 0.5
+        wrong = Wrong(state, _any_batch(programs, rank, rng), inside, answers=False, kernel="T")
         return Injected({rank: wrong}, {rank: kind})
 
     return inject
 
 
 def _busy(place: str) -> Callable:
-    def inject(programs: Programs, choice: random.Random) -> Injected:
-        rank = _rank(programs, choice)
+    def inject(programs: Programs, rng: random.Random) -> Injected:
+        rank = _rank(programs, rng)
         frames = _PLACES[place]
-        return Injected({rank: Wrong(at=_any_batch(programs, rank, choice), frames=frames)}, {rank: BUSY})
+        return Injected({rank: Wrong(at=_any_batch(programs, rank, rng), frames=frames)}, {rank: BUSY})
 
     return inject
 
 
-def _lock_held(programs: Programs, choice: random.Random) -> Injected:
+def _lock_held(programs: Programs, rng: random.Random) -> Injected:
     """The interpreter lock is held, as in a long garbage collection: nothing in the process answers."""
-    rank = _rank(programs, choice)
-    wrong = Wrong(at=_any_batch(programs, rank, choice), answers=False, kernel="R")
+    rank = _rank(programs, rng)
+    wrong = Wrong(at=_any_batch(programs, rank, rng), answers=False, kernel="R")
     return Injected({rank: wrong}, {rank: BUSY})
 
 
@@ -84,8 +84,8 @@ def _changed(programs: Programs, rank: int, batches: list[Batch], kind: str) -> 
     return Injected({rank: Wrong(program=batches)}, {rank: kind})
 
 
-def _wrong_order(programs: Programs, choice: random.Random) -> Injected | None:
-    rank = _rank(programs, choice)
+def _wrong_order(programs: Programs, rng: random.Random) -> Injected | None:
+    rank = _rank(programs, rng)
     batches = list(programs.steps[rank])
     at = [
         i
@@ -94,7 +94,7 @@ def _wrong_order(programs: Programs, choice: random.Random) -> Injected | None:
     ]
     if not at:
         return None
-    i = choice.choice(at)
+    i = rng.choice(at)
     batches[i], batches[i + 1] = (_elsewhere(batches[i + 1][0]),), (_elsewhere(batches[i][0]),)
     same = batches[i][0].group == batches[i + 1][0].group
     return _changed(programs, rank, batches, MISMATCH if same else CYCLE)
@@ -107,8 +107,8 @@ def _elsewhere(call: Call) -> Call:
     return replace(call, site=f"{file}:{int(line) + 5} {name}")
 
 
-def _wrong_sizes(programs: Programs, choice: random.Random) -> Injected | None:
-    return _edit(programs, choice, lambda c: c.name in EQUAL_SIZES, lambda c: (_larger(c),), MISMATCH)
+def _wrong_sizes(programs: Programs, rng: random.Random) -> Injected | None:
+    return _edit(programs, rng, lambda c: c.name in EQUAL_SIZES, lambda c, rank: (_larger(c),), MISMATCH)
 
 
 def _larger(call: Call) -> Call:
@@ -116,63 +116,70 @@ def _larger(call: Call) -> Call:
     return replace(call, sizes=((dtype, (shape[0] + 1, *shape[1:])),))
 
 
-def _missing_call(programs: Programs, choice: random.Random) -> Injected | None:
-    return _edit(programs, choice, lambda c: c.peer is None, lambda c: (), MISSING_CALL)
+def _missing_call(programs: Programs, rng: random.Random) -> Injected | None:
+    return _edit(programs, rng, lambda c: c.peer is None, lambda c, rank: (), MISSING_CALL)
 
 
-def _missing_message(programs: Programs, choice: random.Random) -> Injected | None:
-    return _edit(programs, choice, lambda c: c.peer is not None, lambda c: (), UNMATCHED, alone=True)
+def _missing_message(programs: Programs, rng: random.Random) -> Injected | None:
+    return _edit(programs, rng, lambda c: c.peer is not None, lambda c, rank: (), UNMATCHED, alone=True)
 
 
-def _wrong_peer(programs: Programs, choice: random.Random) -> Injected | None:
+def _wrong_peer(programs: Programs, rng: random.Random) -> Injected | None:
     def other(call: Call, rank: int) -> tuple[Call, ...]:
         ranks = [one for one in programs.groups[call.group] if one not in (rank, call.peer)]
-        return (replace(call, peer=choice.choice(ranks)),) if ranks else (call,)
+        return (replace(call, peer=rng.choice(ranks)),) if ranks else (call,)
 
-    return _edit(programs, choice, lambda c: c.peer is not None, other, UNMATCHED, alone=True, knows=True)
+    return _edit(programs, rng, lambda c: c.peer is not None, other, UNMATCHED, alone=True)
 
 
-def _wrong_message_size(programs: Programs, choice: random.Random) -> Injected | None:
-    return _edit(programs, choice, lambda c: c.peer is not None and c.awaited, lambda c: (_larger(c),), MISMATCH)
+def _wrong_message_size(programs: Programs, rng: random.Random) -> Injected | None:
+    return _edit(programs, rng, lambda c: c.peer is not None and c.awaited, lambda c, rank: (_larger(c),), MISMATCH)
 
 
 def _edit(
-    programs: Programs, choice: random.Random, fits: Callable, change: Callable, kind: str, alone=False, knows=False
+    programs: Programs, rng: random.Random, fits: Callable, change: Callable, kind: str, alone=False
 ) -> Injected | None:
-    """Change one call that ``fits`` on one rank; a batch without calls is left out."""
-    rank = _rank(programs, choice)
+    """Return the fault that one rank's program has one call changed; None if there is no such call.
+
+    Args:
+        fits: returns whether a call may be changed.
+        change: function (call, rank) -> the calls that are made instead; without calls, the batch is left out.
+        kind: the kind that a right diagnosis names.
+        alone: whether the call has to be the only one of its batch.
+    """
+    rank = _rank(programs, rng)
     batches = list(programs.steps[rank])
     places = [i for i, batch in enumerate(batches) if fits(batch[0]) and (not alone or len(batch) == 1)]
     if not places:
         return None
-    i = choice.choice(places)
+    i = rng.choice(places)
     first = batches[i][0]
-    calls = change(first, rank) if knows else change(first)
+    calls = change(first, rank)
     if calls == (first,):
         return None
     batches[i : i + 1] = [(*calls, *batches[i][1:])] if calls else []
     return _changed(programs, rank, batches, kind)
 
 
-def _two_at_once(programs: Programs, choice: random.Random) -> Injected | None:
+def _two_at_once(programs: Programs, rng: random.Random) -> Injected | None:
     single = [_ended(STOPPED, STOPPED_RANK), _ended(DEAD, DEAD_RANK), _busy("user code"), _busy("data loader")]
-    one, other = (choice.choice(single)(programs, choice) for _ in range(2))
+    one, other = (rng.choice(single)(programs, rng) for _ in range(2))
     if one.wrong.keys() & other.wrong.keys():
         return None
     return Injected({**one.wrong, **other.wrong}, {**one.kinds, **other.kinds})
 
 
 def _slow(frames: tuple[str, ...], answers: bool = True) -> Callable:
-    def inject(programs: Programs, choice: random.Random) -> Injected:
-        rank, factor = _rank(programs, choice), choice.uniform(3, 10)
+    def inject(programs: Programs, rng: random.Random) -> Injected:
+        rank, factor = _rank(programs, rng), rng.uniform(3, 10)
         wrong = Wrong(slower=factor, where=frames, answers=answers)
         return Injected({rank: wrong}, {rank: SLOW_RANK}, factor)
 
     return inject
 
 
-def _slow_link(programs: Programs, choice: random.Random) -> Injected:
-    rank, factor = _rank(programs, choice), choice.uniform(100, 400)
+def _slow_link(programs: Programs, rng: random.Random) -> Injected:
+    rank, factor = _rank(programs, rng), rng.uniform(100, 400)
     return Injected({rank: Wrong(link=factor)}, {rank: SLOW_LINK}, factor)
 
 

@@ -55,6 +55,7 @@ class Operator(Struct, frozen=True, omit_defaults=True):
         name: name of the operator, with overload.
         start_us: start, in microseconds since the iteration began.
         t_us: duration, in microseconds.
+        in_ids, out_ids: ids of the tensors that it reads and returns.
         stage: pipeline stage, from 0, as are microbatch and chunk (virtual stage).
         layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
         compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
