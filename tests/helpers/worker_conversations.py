@@ -94,7 +94,7 @@ class Steps(Player):
 class Member(protocol.Member):
     """A worker that has received orders. ``quiet``: how often nothing arrives in time before the first of them."""
 
-    def __init__(self, quiet, epoch):
+    def __init__(self, quiet=0, epoch=1):
         super().__init__("n0.w0", "n0")
         self.address, self.progress, self.epoch = "n0:1", Progress(), epoch
         self.sent, self.errors, self._quiet = [], [], quiet

@@ -4,7 +4,7 @@ import threading
 import weakref
 
 import pytest
-from test_worker_protocol import Member
+from worker_conversations import Member
 
 from ft.base.errors import EpochClosed
 from ft.job.messages import Close, Repair
