@@ -181,7 +181,9 @@ def class_of_exception(raised: Raised) -> str:
     if found.category == TRANSIENT or _is_of_others(kinds, said):
         return WAIT if any(word in said for word in _WAIT_WORDS) or "TimeoutError" in kinds else CONNECTION
     if found.category in (DEVICE_CATEGORY, HOST):
-        return HARDWARE if found.node_suspect or found.device_unusable else DEVICE
+        if found.node_suspect or found.device_unusable:
+            return HARDWARE
+        return DEVICE if found.category == DEVICE_CATEGORY else PROGRAM  # such as a process without free descriptors
     if found.category == NETWORK:
         return STORAGE
     return PROGRAM

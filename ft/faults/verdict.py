@@ -111,7 +111,7 @@ RULES = (
     ErrorRule((), _STORAGE_WORDS, NETWORK, REPLACE, True),
     ErrorRule((), ("remote i/o error", "endpoint is not connected", "network is unreachable"), NETWORK, REPLACE, True),
     ErrorRule(("MemoryError",), (), HOST, REPLACE),
-    ErrorRule((), ("cannot allocate memory", "too many open files"), HOST, REPLACE),
+    ErrorRule((), ("cannot allocate memory", "too many open files", "start new thread"), HOST, REPLACE),
     # A damaged copy: use the next source of the same state, which is the checkpoint once all peers were tried.
     ErrorRule(("FallbackError",), (), NETWORK, RESTART),
     ErrorRule(("RecoverableError",), (), TRANSIENT, RETRY),
