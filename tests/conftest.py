@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 from harness import Ranks
 
-pytest_plugins = ["etcd_servers", "fetch_sources", "groups_worker", "hot_swap_fixtures", "snapshot_fixtures"]
+pytest_plugins = [
+    "etcd_servers",
+    "fetch_sources",
+    "groups_worker",
+    "hot_swap_fixtures",
+    "run_fixtures",
+    "snapshot_fixtures",
+]
 
 LONGEST_FIRST = ("tests/end_to_end/", "tests/processes/", "tests/pure/")
 LONG = "of the long tier (./tests/run.sh long, or pytest -m long)"
