@@ -13,7 +13,7 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.faults.hang.inspection import Across
-from ft.job.parts import GroupReport, Holdings, Neighbours, Seat, Source
+from ft.job.parts import GroupReport, HangCause, Holdings, Neighbours, Seat, Source
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
 
 
@@ -338,7 +338,7 @@ class WorkerArrived(Message):
 
 @dataclass(frozen=True)
 class WorkerInherited(Message):
-    """The worker has taken over the snapshots of another one of its node, which has ended.
+    """The worker serves the snapshots that another worker of its node has left, which has ended.
 
     Attributes:
         worker: name of the worker.
@@ -464,15 +464,6 @@ class InspectionAnswered(Message):
     node: str
     number: int
     said: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class HangCause:
-    """A cause of a hang: the logical ranks at fault, its kind (``ft.faults.hang.causes.KINDS``), and why, as text."""
-
-    ranks: list[int]
-    kind: str
-    why: str
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What messages say of a worker's place, of its process groups, and of the training state that it holds."""
+"""What messages say of a worker's place, its process groups, the training state that it holds, and a hang's causes."""
 
 from dataclasses import dataclass, field
 
@@ -102,3 +102,12 @@ class Neighbours:
     def there(self) -> list[int]:
         """Return the logical ranks of the neighbours that exist, the previous one first."""
         return [rank for rank in (self.previous, self.following) if rank is not None]
+
+
+@dataclass(frozen=True)
+class HangCause:
+    """A cause of a hang: the logical ranks at fault, its kind (``ft.faults.hang.causes.KINDS``), and why, as text."""
+
+    ranks: list[int]
+    kind: str
+    why: str

@@ -8,7 +8,7 @@ from ft.job.control.channel import Posted
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.state import ControlOptions, ControlState
 from ft.job.control.timeouts import Timeouts
-from ft.job.parts import GroupReport, Holdings
+from ft.job.parts import GroupReport, HangCause, Holdings
 from ft.net.codec import from_json, to_json
 
 LIMITS = Timeouts()
@@ -173,7 +173,7 @@ class World:
     def inspected(self, *causes, waiting=()):
         """Say what the last inspection shows: (ranks, kind) of each cause, and who waits; return the orders that
         follow."""
-        causes = [m.HangCause(list(ranks), kind, f"{kind}, as the inspection shows") for ranks, kind in causes]
+        causes = [HangCause(list(ranks), kind, f"{kind}, as the inspection shows") for ranks, kind in causes]
         return self.say(m.HangJudged(self.state.inspections, causes, list(waiting))) + self.wait(0.3)
 
     def exit(self, name, code=-9, attached=True):

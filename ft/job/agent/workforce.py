@@ -325,14 +325,14 @@ class Workforce:
         Args:
             seats: logical rank -> the worker that is about to hold it.
         """
-        here = [worker for name in seats.values() if (worker := self.workers.get(name)) and worker.channel is not None]
+        here = (worker for name in seats.values() if (worker := self.workers.get(name)) and worker.channel is not None)
+        neighbour = next(here, None)
         for rank in self.kept_snapshots.ranks:
             successor = self.workers.get(seats.get(rank, ""))
-            for worker in here if successor is None else [successor]:
-                if worker.channel is not None:
-                    order = Inherit(self.kept_snapshots.of(rank), rank, worker is successor)
-                    worker.channel.send(encode(order))
-                    break
+            receiver = successor or neighbour
+            if receiver is not None and receiver.channel is not None:
+                order = Inherit(self.kept_snapshots.of(rank), rank, receiver is successor)
+                receiver.channel.send(encode(order))
 
     def tell(self, order: Any) -> None:
         """Send an order to every attached worker."""
@@ -448,10 +448,10 @@ def listen() -> tuple[str, socket.socket]:
 
 
 class KeptSnapshots:
-    """The snapshots of workers that have crashed or that this agent has killed, for the workers that take their seats
-    over on this node.
+    """The snapshots that workers of this node leave when they crash, or when this agent kills them.
 
-    The agent opens the memory of each living worker's snapshots, so that the end of the process does not free it, and
+    Their successors take them over, or a worker of this node serves them to a successor on another node. The agent
+    opens the memory of each living worker's snapshots, so that the end of the process does not free it, and
     keeps it open until training goes on. It frees what a worker leaves that somebody else has killed with SIGKILL: that
     was the kernel, because memory is short, or it stands for the loss of the node.
     """
@@ -461,14 +461,18 @@ class KeptSnapshots:
         self._of_living: dict[int, tuple[int, list[int]]] = {}
 
     def follow(self, pid: int, number: int) -> None:
-        """Open the memory files of a living process, if ``number`` (``Beat.memory``) has changed."""
+        """Open the files of a process's snapshots, if ``number`` (``Beat.memory``) is not that of the last call.
+
+        The last heartbeat of a process may be read when it has ended. It has no files any more then, and those that are
+        open stay open.
+        """
         known, files = self._of_living.get(pid, (0, []))
-        if number != known:
-            self._of_living[pid] = number, processes.open_memory(pid, SNAPSHOT_MEMORY)
+        if number != known and (opened := processes.open_memory(pid, SNAPSHOT_MEMORY)):
+            self._of_living[pid] = number, opened
             self._close(files)
 
     def ended(self, pid: int, rank: int | None, code: int) -> None:
-        """Keep the snapshots of a process that has crashed, and free those of one that has ended otherwise.
+        """Keep the snapshots of a process that has ended if it has crashed, and close their files otherwise.
 
         Args:
             rank: logical rank that it held, or None.
@@ -493,7 +497,7 @@ class KeptSnapshots:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the logical ranks whose snapshots are kept."""
+        """Return the logical ranks of the ended workers whose snapshots are kept."""
         return sorted(self._files)
 
     def clear(self) -> None:

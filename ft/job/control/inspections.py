@@ -20,6 +20,7 @@ from ft.faults.hang.format import Who
 from ft.faults.hang.inspection import Inspection
 from ft.job import messages as m
 from ft.job.control.state import ControlState, Decisions
+from ft.job.parts import HangCause
 from ft.record import inspections
 
 AT_WORK = (BUSY, DEAD_RANK, STOPPED_RANK)
@@ -136,7 +137,7 @@ def judge(number: int, seen: Inspection) -> m.HangJudged:
     """Return what an inspection says of a hang. Of a replica's inspection, only its own ranks are named."""
     found, who = over_time([seen]), Who(seen)
     causes = [
-        m.HangCause(
+        HangCause(
             sorted(_own(seen, cause.guilty)),
             cause.kind,
             f"{cause.kind}: {who.title(cause.guilty)}: {cause.where if cause.kind == BUSY else cause.evidence[0]}",

@@ -435,7 +435,7 @@ def of_memory(state: ControlState) -> Situation:
 
 
 def _held(worker: Worker) -> Holdings | None:
-    """Return the snapshots that a worker has reported; those that it has inherited count."""
+    """Return the snapshots that a worker has reported, with those that it has taken over from ended workers."""
     said = worker.release or worker.arrived
     held = Holdings() if said is None else said.holdings
     if worker.inherited is not None:

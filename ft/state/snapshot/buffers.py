@@ -393,7 +393,7 @@ class Slot:
         return slot if whole else None
 
     def rename(self, owner: int) -> None:
-        """Let another rank own the complete snapshot, in the slot's file too."""
+        """Change the owner of this complete snapshot to ``owner``, in the slot's file too."""
         if owner != self.owner:
             self.owner = owner
             self.turn(Status.COMPLETE)
@@ -486,13 +486,10 @@ class PingPong:
         """
         with self._lock:
             free = [index for index, s in enumerate(self._slots) if s.status is Status.EMPTY]
-            same = [
-                index
-                for index, s in enumerate(self._slots)
-                if s.status is Status.COMPLETE and (s.step, s.epoch) == (slot.step, slot.epoch)
-            ]
-            if same:
-                free = [index for index in same if len(self._slots[index].parts) < len(slot.parts)]
+            for index, held in enumerate(self._slots):
+                if held.status is not Status.EMPTY and (held.step, held.epoch) == (slot.step, slot.epoch):
+                    has_less = held.status is Status.COMPLETE and len(held.parts) < len(slot.parts)
+                    free = [index] if has_less else []
             if free:
                 self._slots[free[0]] = slot
             return bool(free)
@@ -521,7 +518,7 @@ class PingPong:
             return any(slot.status is Status.STAGING and slot.step == step for slot in self._slots)
 
     def steps(self, section: str | None = None) -> list[int]:
-        """Return the steps of the complete snapshots, or of those that have ``section``."""
+        """Return the steps of the complete snapshots; with ``section``, only of those that contain this section."""
         with self._lock:
             complete = [slot for slot in self._slots if slot.status is Status.COMPLETE]
         return sorted({slot.step for slot in complete if section is None or section in slot.parts})

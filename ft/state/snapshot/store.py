@@ -453,7 +453,7 @@ class Snapshots:
     def _fetch(
         self, slot: Slot, section: str, places: list[tuple[int, int]], step: int, epoch: int, problems: list[str]
     ) -> tuple[int, bytes]:
-        """Fetch one section from the first holder that has it.
+        """Fetch a section of a snapshot from the first holder that has it, and return (holder, encoded ``meta``).
 
         ``places``: (logical rank of the holder, logical rank whose snapshot it is), in the order in which they are
         tried.

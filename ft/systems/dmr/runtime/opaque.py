@@ -291,7 +291,7 @@ def agree(told: Sequence[Mapping[str, Knowledge]]) -> dict[str, Knowledge]:
 
 
 OPAQUE = "opaque"
-"""The set of calls that are executed twice as a whole, in the counts of the mode that intercepts operators."""
+"""Key in ``DoubleExecutionMode.counts`` for calls that are executed twice as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
