@@ -16,7 +16,7 @@ from ft.faults.faults import Fault
 from ft.faults.worker import Actions, Injector
 from ft.protection.training_state import TrainingState
 from ft.worker.session import Session
-from megatron.patches import instances
+from megatron.patches.replace import wrap_attribute
 
 _TOP_MANTISSA_BIT = {torch.float32: (torch.int32, 1 << 22), torch.bfloat16: (torch.int16, 1 << 6)}
 _TOP_MANTISSA_BIT[torch.float16] = (torch.int16, 1 << 9)
@@ -42,7 +42,7 @@ def plant_phases(injector: Injector, subject: TrainingState, step: Callable[[], 
         injector.at("reduce", step())
         return finalize(*args, **kwargs)
 
-    instances.around(subject.chunks[0].config, "finalize_model_grads_func", finalize_with_faults)
+    wrap_attribute(subject.chunks[0].config, "finalize_model_grads_func", finalize_with_faults)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from ft.protection.contract import Asked, DataShare, Layer, Protection, Trainer, Update
 from ft.protection.table import ProtectionEntry, asked_for
 from ft.worker.session import Session
-from megatron.patches import instances
+from megatron.patches.replace import wrap_attribute
 
 
 class Stack(Layer):
@@ -21,7 +21,7 @@ class Stack(Layer):
     def protect(self, optimizer: Any) -> None:
         """Route every call of ``optimizer.step`` through :meth:`update`; without layers nothing is replaced."""
         if self.layers:
-            instances.around(optimizer, "step", self._protected_step)
+            wrap_attribute(optimizer, "step", self._protected_step)
 
     def _protected_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.update(partial(step, *args, **kwargs))

@@ -18,7 +18,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.patches import instances, platform, releases, step_state
+from megatron.patches import platform, releases, step_state
+from megatron.patches.replace import wrap_attribute
 
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _MOST_NAMES = 3
@@ -65,7 +66,7 @@ class TrainingState(capture.Capture):
             callback()
             return step(*args, **kwargs)
 
-        instances.around(self.optimizer, "step", step_after_callback)
+        wrap_attribute(self.optimizer, "step", step_after_callback)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live parameters and learnt buffers of the model, by name."""

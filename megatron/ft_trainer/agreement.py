@@ -54,11 +54,10 @@ def from_rank_0(compute: Callable[[], Any], group: dist.ProcessGroup | None = No
         return message["answer"]
     try:
         answer = compute()
-    except UserError as error:
-        _broadcast(json.dumps({"user_error": [error.problem, error.fix]}).encode(), device, group)
-        raise
     except BaseException as error:
-        _broadcast(json.dumps({"error": repr(error)}).encode(), device, group)
+        is_users = isinstance(error, UserError)
+        failure = {"user_error": [error.problem, error.fix]} if is_users else {"error": repr(error)}
+        _broadcast(json.dumps(failure).encode(), device, group)
         raise
     _broadcast(json.dumps({"answer": answer}).encode(), device, group)
     return answer

@@ -1,10 +1,10 @@
 """--deterministic-mode: makes training bitwise reproducible, or raises an error (FT-HSDP, section 2.2).
 
-Every operator has to be reproducible: no fused cross entropy (rejected with the flags, as
-Megatron-LM does; with ``--attention-backend flash`` Transformer Engine is told to take reproducible kernels), no
-auto-tuner of cuDNN, and deterministic algorithms of torch, which megatron-core also uses to choose among its own.
-Memory that torch leaves uninitialised is filled, so that the padding in checkpoints is the same as well. Libraries
-below torch (cuBLAS, NCCL) are configured by environment variables, which they read at their first use.
+Every operator has to be reproducible: no fused cross entropy (rejected with the flags, as Megatron-LM does; with
+``--attention-backend flash`` Transformer Engine is told to take reproducible kernels), no auto-tuner of cuDNN, and
+deterministic algorithms of torch, which megatron-core also uses to choose among its own. Memory that torch leaves
+uninitialised is filled, so that the padding in checkpoints is the same as well. Libraries below torch (cuBLAS, NCCL)
+are configured by environment variables, which they read at their first use.
 """
 
 import os

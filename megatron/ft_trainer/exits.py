@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ft.state.groups.tree import Tree
 from megatron.ft_trainer.arguments.topics import TrainingOptions
 
-SIGNAL, DURATION = 0, 1
 REPEAT_S = 2.0
 
 
@@ -56,17 +55,17 @@ class Exits:
     def ask(self) -> None:
         """Start to send the other ranks the signals and the time limit that this rank has observed so far."""
         limit = self._options.exit_duration_in_mins
-        seen = torch.zeros(2, dtype=torch.int32, device="cpu")
-        seen[SIGNAL] = self._signum or 0
-        seen[DURATION] = int(limit is not None and time.monotonic() - self._started > limit * 60)
+        time_is_up = limit is not None and time.monotonic() - self._started > limit * 60
+        seen = torch.tensor([self._signum or 0, time_is_up], dtype=torch.int32, device="cpu")
         self._asked = seen, self._tree.start(seen, dist.ReduceOp.MAX)
 
     def answer(self, step: int) -> str | None:
         """Return why the run ends after ``step``, or None. The result is the same on every rank."""
         seen, work = self._asked
         work.wait()
-        self.signal = signal.Signals(int(seen[SIGNAL])).name if seen[SIGNAL] else ""
-        return self._reason or reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
+        signum, time_is_up = seen.tolist()
+        self.signal = signal.Signals(signum).name if signum else ""
+        return self._reason or reason_to_exit(self._options, step, signum, bool(time_is_up))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Record the signal; a second one ends the process.

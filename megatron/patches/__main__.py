@@ -13,8 +13,7 @@ import warnings
 from collections import Counter
 
 from ft.base.errors import UserError
-from megatron.patches.instances import SEAMS
-from megatron.patches.manifest import ELSEWHERE, ONCE_PER_PROCESS, SUPPORTED_CORE, SUPPORTED_TORCH
+from megatron.patches.manifest import ELSEWHERE, ON_OBJECTS, ONCE_PER_PROCESS, SUPPORTED_CORE, SUPPORTED_TORCH
 from megatron.patches.registry import PatchFinding, check, core_version, everything
 
 
@@ -49,7 +48,7 @@ def as_table(findings: list[PatchFinding]) -> str:
             found = finding.found or "nothing of that name"
             lines += _wrapped(f"{finding.patch.symbol}: expected {expected}, found {found}")
     lines += ["", "ATTRIBUTES OF SINGLE OBJECTS, AND WHAT IS WRAPPED AROUND THEM"]
-    for attribute, around in SEAMS.items():
+    for attribute, around in ON_OBJECTS.items():
         lines += [attribute, *_wrapped(around)]
     lines += ["", "COLLECTIVES THAT MEGATRON-CORE CALLS ONCE PER PROCESS, AND WHY A WORKER MAY JOIN LATER"]
     for function, why in ONCE_PER_PROCESS.items():

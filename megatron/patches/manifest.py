@@ -190,3 +190,12 @@ After a failure, a worker that joins calls the collective for the first time, an
 the joiner would call it alone, and the job hang. So each such function either runs before a worker joins, or is called
 again by all workers after a recovery.
 """
+ON_OBJECTS = {
+    "optimizer.step": "layers of protections run before and after the update (ft.protection.stack)",
+    "config.finalize_model_grads_func": (
+        "planned faults in the gradient reduction (ft.protection.injection), tokens of all replicas, and FSDP2's "
+        "gradients (ft.systems.hsdp.components), sums over both copies of embedding and output layer "
+        "(ft.systems.checkfree.plus)"
+    ),
+}
+"""Attribute of an object -> what :func:`megatron.patches.replace.wrap_attribute` wraps around it."""

@@ -1,9 +1,14 @@
-"""Replaces symbols in loaded modules, and records every replaced symbol."""
+"""Replaces symbols in loaded modules, recording each, and attributes of single objects; both only here.
+
+Nothing that is replaced on an object outlives it.
+"""
 
 import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+from megatron.patches.manifest import ON_OBJECTS
 
 _originals: dict[str, Any] = {}
 
@@ -24,13 +29,32 @@ def replace(module: str, symbol: str, new: Any) -> None:
 def wrap(module: str, symbol: str, wrapper: Callable[..., Any]) -> None:
     """Replace the function `symbol` of `module` by one that calls ``wrapper(original, *args, **kwargs)``."""
     owner, name = _place(module, symbol)
-    plain = getattr(owner, name, None)
+    wrapped = _calls(wrapper, getattr(owner, name, None))
+    is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
+    replace(module, symbol, staticmethod(wrapped) if is_static else wrapped)
 
+
+def wrap_attribute(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by a function that calls ``wrapper(original, *args, **kwargs)``.
+
+    Args:
+        owner: an optimizer or a model's configuration.
+        name: "step" or "finalize_model_grads_func".
+        wrapper: gets the original function, which may itself be a wrapper, and its arguments.
+
+    Raises:
+        KeyError: :data:`megatron.patches.manifest.ON_OBJECTS` lists no such attribute.
+    """
+    if not any(attribute.endswith(f".{name}") for attribute in ON_OBJECTS):
+        raise KeyError(f"megatron.patches.manifest does not list the attribute {name}")
+    setattr(owner, name, _calls(wrapper, getattr(owner, name)))
+
+
+def _calls(wrapper: Callable[..., Any], plain: Any) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(plain, *args, **kwargs)
 
-    is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
-    replace(module, symbol, staticmethod(wrapped) if is_static else wrapped)
+    return wrapped
 
 
 def _place(module: str, symbol: str) -> tuple[Any, str]:

@@ -12,7 +12,8 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
 
     from ft.systems.checkfree import plus
     from megatron.ft_trainer.loop import train_step
-    from megatron.patches import instances, step_state
+    from megatron.patches import step_state
+    from megatron.patches.replace import wrap_attribute
     from megatron.patches.step_state import bucket_groups
 
     job, _ = assemble(flags)
@@ -33,7 +34,7 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
         started.append(sum(group.grad_reduce_handle is not None for group in all_groups) / len(all_groups))
         finalize(*given, **groups)
 
-    instances.around(chunk.config, "finalize_model_grads_func", look)
+    wrap_attribute(chunk.config, "finalize_model_grads_func", look)
     torch.manual_seed(1)
     for _ in range(3):
         report = train_step(job)

@@ -39,8 +39,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
-from megatron.patches import double_execution, instances, step_state, swapped_pipeline
+from megatron.patches import double_execution, step_state, swapped_pipeline
 from megatron.patches.releases import backward_step
+from megatron.patches.replace import wrap_attribute
 
 
 def pairs(stages: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -554,5 +555,5 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
     def plainly(by_core: Callable[[], Any]) -> Any:
         return in_place(chunk, ends.stage, ends.stages, by_core)
 
-    instances.around(config, "finalize_model_grads_func", finalize_replicated_ends)
+    wrap_attribute(config, "finalize_model_grads_func", finalize_replicated_ends)
     swapped_pipeline.use(run, plainly)

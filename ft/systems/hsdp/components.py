@@ -44,7 +44,8 @@ from ft.systems.hsdp.samples import ReplicaPosition
 from ft.systems.hsdp.work import Work
 from ft.worker.session import AcrossReplicas, Session
 from megatron import patches
-from megatron.patches import instances, replicas, step_state
+from megatron.patches import replicas, step_state
+from megatron.patches.replace import wrap_attribute
 
 
 class ReplicaBreakage:
@@ -291,5 +292,5 @@ def _exchange_at_end(chunks: Sequence, exchange: Exchange) -> bool:
         return finalize(model, num_tokens, **options)
 
     if per_token or is_fsdp2:
-        instances.around(config, "finalize_model_grads_func", finalize_over_replicas)
+        wrap_attribute(config, "finalize_model_grads_func", finalize_over_replicas)
     return per_token
