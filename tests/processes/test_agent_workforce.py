@@ -101,6 +101,9 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
     workforce.hand_over_snapshots({2: "n1.w1", 3: "n1.w0"})
     workforce.hand_over_snapshots({2: heir.name, 3: "n1.w0", 4: heir.name})
     workforce.hand_over_snapshots({2: "n1.w0", 3: heir.name})
+    second = workforce.spawn(None, 2, 0, ("127.0.0.1", 1))
+    second.channel = heir.channel
+    workforce.hand_over_snapshots({3: second.name})  # who has them keeps them
     served, inherited = map(decode, other.recv(1 << 16).splitlines())
     assert (served.rank, served.is_successor, inherited.rank, inherited.is_successor) == (3, False, 3, True)
     (path,) = inherited.files

@@ -320,7 +320,8 @@ class Workforce:
     def hand_over_snapshots(self, seats: Mapping[int, str]) -> None:
         """Have workers of this node take over the snapshots that this agent keeps.
 
-        Those of a logical rank go to its new worker. If that is on another node, a worker of this node serves them.
+        Those of a logical rank go to its new worker. If that is on another node, a worker of this node serves them. Who
+        has them keeps them: two processes would write their next snapshots into the same memory.
 
         Args:
             seats: logical rank -> the worker that is about to hold it.
@@ -329,8 +330,9 @@ class Workforce:
         neighbour = next(here, None)
         for rank in self.kept_snapshots.ranks:
             successor = self.workers.get(seats.get(rank, ""))
-            receiver = successor or neighbour
-            if receiver is not None and receiver.channel is not None:
+            receiver, before = successor or neighbour, self.workers.get(self.kept_snapshots.holders.get(rank, ""))
+            if receiver is not None and receiver.channel is not None and before in (None, receiver):
+                self.kept_snapshots.holders[rank] = receiver.name
                 order = Inherit(self.kept_snapshots.of(rank), rank, receiver is successor)
                 receiver.channel.send(encode(order))
 
@@ -454,9 +456,13 @@ class KeptSnapshots:
     opens the memory of each living worker's snapshots, so that the end of the process does not free it, and
     keeps it open until training goes on. It frees what a worker leaves that somebody else has killed with SIGKILL: that
     was the kernel, because memory is short, or it stands for the loss of the node.
+
+    Attributes:
+        holders: logical rank of the ended worker -> the worker that its snapshots were handed to.
     """
 
     def __init__(self) -> None:
+        self.holders: dict[int, str] = {}
         self._files: dict[int, list[int]] = {}
         self._of_living: dict[int, tuple[int, list[int]]] = {}
 
@@ -504,7 +510,7 @@ class KeptSnapshots:
         """Free the memory, except what other processes use."""
         for files in self._files.values():
             self._close(files)
-        self._files = {}
+        self._files, self.holders = {}, {}
 
     def _close(self, files: list[int]) -> None:
         for fd in files:

@@ -50,7 +50,7 @@ def close(state: ControlState, now: float, reason: str, ranks: list[int], out: D
     out.note(events.EPOCH_CLOSED, epoch=state.epoch, reason=reason)
     state.suspicions, state.repair, state.recovery.released = {}, None, False
     for worker in state.seated():
-        worker.leaving_epoch, worker.repaired, worker.done = state.epoch, None, False
+        worker.leaving_epoch, worker.repaired, worker.done, worker.inherited = state.epoch, None, False, None
     state.enter(CLOSED, now)
 
 
@@ -245,7 +245,7 @@ def _order_resume(state: ControlState, now: float, out: Decisions) -> None:
         ends.stop(state, now, 1, message, out)
         return
     for worker in state.seated():
-        worker.empty, worker.inherited = False, None
+        worker.empty = False
     state.step = repair.step
     out.add("the invariants hold", m.Resume(epoch, repair.step))
     state.enter(RESUMING, now)

@@ -436,8 +436,9 @@ def of_memory(state: ControlState) -> Situation:
 
 def _held(worker: Worker) -> Holdings | None:
     """Return the snapshots that a worker has reported, with those that it has taken over from ended workers."""
-    said = worker.release or worker.arrived
-    held = Holdings() if said is None else said.holdings
+    reports = [report for report in (worker.release, worker.arrived) if report is not None]
+    last = max(reports, key=lambda report: report.epoch, default=None)  # it may have inherited snapshots between them
+    held = Holdings() if last is None else last.holdings
     if worker.inherited is not None:
         held = replace(
             held,

@@ -12,6 +12,7 @@ answers with NVMLError_NotSupported (value 3), as in nvidia-ml-py's ``_nvmlCheck
 import ctypes
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,19 @@ def _asked(index: int, name: str):
     if name not in gpu:
         raise NVMLError(_NOT_SUPPORTED)
     return gpu[name]
+
+
+def _answer(entry: str) -> Callable[..., int]:
+    """Return a function of NVML that answers with an entry of the GPU that its first argument names."""
+    return lambda handle, *_: _asked(handle, entry)
+
+
+nvmlDeviceGetRetiredPagesPendingStatus = _answer("retired")
+nvmlDeviceGetTemperature = _answer("temperature")
+nvmlDeviceGetMarginTemperature = _answer("margin")
+nvmlDeviceGetPowerUsage = _answer("milliwatts")
+nvmlDeviceGetCurrentClocksThrottleReasons = _answer("reasons")
+nvmlDeviceGetPcieReplayCounter = _answer("replays")
 
 
 def nvmlInit() -> None:
@@ -129,10 +143,6 @@ def nvmlDeviceGetRemappedRows(handle: int) -> tuple[int, int, int, int]:
     return 0, 0, 0, _asked(handle, "row_failed")
 
 
-def nvmlDeviceGetRetiredPagesPendingStatus(handle: int) -> int:
-    return _asked(handle, "retired")
-
-
 def nvmlDeviceGetTotalEccErrors(handle: int, kind: int, counter: int) -> int:
     assert counter == NVML_VOLATILE_ECC
     return _asked(handle, "errors" if kind == NVML_MEMORY_ERROR_TYPE_UNCORRECTED else "corrected")
@@ -146,29 +156,9 @@ def nvmlDeviceGetPciInfo(handle: int) -> SimpleNamespace:
     return SimpleNamespace(busId=f"00000000:{0x3A + handle:02X}:00.0")
 
 
-def nvmlDeviceGetTemperature(handle: int, sensor: int) -> int:
-    return _asked(handle, "temperature")
-
-
 def nvmlDeviceGetTemperatureThreshold(handle: int, threshold: int) -> int:
     _asked(handle, "temperature")
     return 87
-
-
-def nvmlDeviceGetMarginTemperature(handle: int) -> int:
-    return _asked(handle, "margin")
-
-
-def nvmlDeviceGetPowerUsage(handle: int) -> int:
-    return _asked(handle, "milliwatts")
-
-
-def nvmlDeviceGetCurrentClocksThrottleReasons(handle: int) -> int:
-    return _asked(handle, "reasons")
-
-
-def nvmlDeviceGetPcieReplayCounter(handle: int) -> int:
-    return _asked(handle, "replays")
 
 
 def nvmlDeviceGetNvLinkState(handle: int, link: int) -> int:

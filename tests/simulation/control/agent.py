@@ -16,6 +16,7 @@ from ft.job import messages as m
 from ft.job.agent import control_plane
 from ft.job.agent.workforce import is_silent
 from ft.job.messages import AgentBeat
+from tests.simulation.control.snapshots import CopyStore
 from tests.simulation.control.worker import Worker
 from tests.simulation.engine import Lane
 
@@ -204,6 +205,7 @@ class Agent:
         excuse: True once a fault has been injected that may make the control plane take the agent for lost.
         devices: number of devices of the host; 0: workers need none.
         in_use: worker -> its device, until the worker's process has ended and the device's memory is free.
+        kept: logical rank -> the snapshots that its ended worker has left on this node, while training does not go on.
         workers: name -> worker, of the workers that are not yet reaped.
         link: connection to the control plane.
     """
@@ -216,6 +218,8 @@ class Agent:
         self.in_use: dict[str, int] = {}
         self.alive, self.paused, self.excuse = True, False, False
         self.workers: dict[str, Worker] = {}
+        self.kept: dict[int, CopyStore] = {}
+        self._handed: dict[int, Worker] = {}
         self._started, self._restart, self._begin = 0, 0, None
         self._backlog: list[tuple[Callable[..., None], tuple]] = []
         self.link = Link(cluster, self)
@@ -325,6 +329,8 @@ class Agent:
         if not worker.alive:
             return
         worker.alive = False
+        if worker.stock.own.steps() and code not in (0, -9):
+            self.kept.setdefault(worker.rank, worker.stock)
         self.cluster.mesh.lost(worker, noticed=0.6)
         delay = _FORK_S[1] + self.cluster.rng.uniform(*_REAP_S) if not worker.attached else 0.0
         delay += self.cluster.rng.uniform(*_REAP_S)
@@ -365,7 +371,10 @@ class Agent:
         """Execute an order, like ``ft.job.agent.agent.Agent._obey``."""
         if isinstance(order, m.Kill):
             if order.worker in self.workers:
-                self.ended(self.workers[order.worker], -9)
+                worker = self.workers[order.worker]
+                if worker.alive and worker.stock.own.steps():
+                    self.kept[worker.rank] = worker.stock
+                self.ended(worker, -9)
         elif isinstance(order, m.Spawn):
             for _ in range(order.count if order.node == self.node else 0):
                 self.spawn(None)
@@ -382,9 +391,27 @@ class Agent:
             if isinstance(order, m.Open):
                 seats = (seat for seat in order.seats.values() if seat.worker in self.workers)
                 self.in_use.update({seat.worker: seat.local_rank for seat in seats})
+                self._hand_over({rank: seat.worker for rank, seat in order.seats.items()})
+            if isinstance(order, m.Resume):
+                self.kept, self._handed = {}, {}
             for worker in list(self.workers.values()):
                 if worker.attached and worker.alive:
                     worker.hear(order)
+
+    def _hand_over(self, seats: dict[int, str]) -> None:
+        """Have workers take over the kept snapshots, as ``ft.job.agent.workforce.Workforce.hand_over_snapshots`` does.
+
+        ``seats``: logical rank -> the worker that is about to hold it.
+        """
+        here = {rank: w for rank, name in seats.items() if (w := self.workers.get(name)) and w.attached and w.alive}
+        for rank, left in sorted(self.kept.items()):
+            receiver, before = here.get(rank, next(iter(here.values()), None)), self._handed.get(rank)
+            if receiver is None or (before not in (None, receiver) and before.alive):
+                continue
+            self._handed[rank] = receiver
+            receiver.stock.inherit(left, rank, here.get(rank) is receiver)
+            if receiver is not here.get(rank):
+                self.hear(m.WorkerInherited(receiver.name, receiver.stock.held()))
 
     def _kill_all(self) -> None:
         for worker in list(self.workers.values()):
@@ -398,6 +425,6 @@ class Agent:
     def _begin_when_possible(self) -> None:
         if self._begin is None or self.workers or self.in_use:
             return
-        ranks, self._begin = self._begin, None
+        ranks, self._begin, self.kept, self._handed = self._begin, None, {}, {}
         for local_rank, rank in enumerate(ranks):
             self.spawn(rank, local_rank)

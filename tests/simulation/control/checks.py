@@ -449,11 +449,13 @@ class Checks:
 
     @staticmethod
     def _has_source(shape: Any, rank: int, step: int, stocks: dict[int, Any], own: dict[int, set[int]]) -> bool:
-        if step in own.get(rank, ()):
+        copies = [(o, pair) for at, stock in stocks.items() for o, pair in stock.copies.items() if o != at]
+        left = {owner for owner, pair in copies if step in pair.steps(whole=True)}
+        if step in own.get(rank, ()) or rank in left:
             return True
-        copied = any(rank in stock.copies and step in stock.copies[rank].steps() for stock in stocks.values())
+        copied = any(owner == rank and step in pair.steps() for owner, pair in copies)
         peers = [peer for peer in shape.dp_peers(rank) if peer != rank]
-        return copied and (not peers or any(step in own.get(peer, ()) for peer in peers))
+        return copied and (not peers or any(step in own.get(peer, ()) or peer in left for peer in peers))
 
     def _check_kept(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
         """Check that the members of a process group that is not rebuilt have all executed the same number of

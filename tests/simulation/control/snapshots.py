@@ -7,11 +7,11 @@ each step, so that a state restored from the wrong owner, or from a step that wa
 value.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import EpochClosed, FallbackError
-from ft.job.parts import Source
+from ft.job.parts import Holdings, Source
 from tests.simulation.engine import pause
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Slot:
         epoch: epoch in which the snapshot was taken.
         value: the states in the snapshot: (state of this rank alone, state replicated over data-parallel ranks).
         damaged: True if the checksums of the snapshot do not match.
+        whole: of a copy: whether its second state may be used; a copy that a peer has sent lacks it.
     """
 
     status: int = EMPTY
@@ -40,6 +41,7 @@ class Slot:
     epoch: int = -1
     value: Any = None
     damaged: bool = False
+    whole: bool = False
 
 
 class PingPong:
@@ -55,7 +57,15 @@ class PingPong:
             key=lambda s: (not (own and s.step == step), s.status == COMPLETE, s.step <= step, s.step, s.epoch),
         )
         slot.status, slot.step, slot.epoch, slot.value, slot.damaged = STAGING, step, epoch, value, False
+        slot.whole = False
         return slot
+
+    def inherit(self, slot: Slot) -> None:
+        """Take over a complete snapshot, in the place of the same one with fewer states, or of a free one."""
+        same = [s for s in self.slots if s.status != EMPTY and (s.step, s.epoch) == (slot.step, slot.epoch)]
+        less = [s for s in same if s.status == COMPLETE and slot.whole and not s.whole]
+        if found := less or ([] if same else [s for s in self.slots if s.status == EMPTY]):
+            self.slots[self.slots.index(found[0])] = replace(slot)
 
     def drop_after(self, step: int) -> None:
         """Drop the complete snapshots of steps after ``step``, which are rolled back."""
@@ -68,8 +78,8 @@ class PingPong:
         found = [s for s in self.slots if s.status == COMPLETE and s.step == step]
         return max(found, key=lambda s: s.epoch, default=None)
 
-    def steps(self) -> list[int]:
-        return sorted({slot.step for slot in self.slots if slot.status == COMPLETE})
+    def steps(self, whole: bool = False) -> list[int]:
+        return sorted({slot.step for slot in self.slots if slot.status == COMPLETE and whole <= slot.whole})
 
 
 @dataclass(slots=True)
@@ -94,10 +104,21 @@ class CopyStore:
         for held in self.copies.values():
             held.drop_after(step)
 
-    def held(self) -> tuple[list[int], dict[str, list[int]]]:
-        """Return (steps of own snapshots, rank -> steps of its copies), as in ``ft.job.parts.Holdings``."""
-        copies = {owner: steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps())}
-        return self.own.steps(), copies
+    def inherit(self, left: "CopyStore", rank: int, is_successor: bool) -> None:
+        """Take over the complete snapshots of an ended worker (``ft.state.snapshot.transport.Stock.inherit``)."""
+        for owner, pair in {**left.copies, rank: left.own}.items():
+            is_own = is_successor and owner == rank
+            for slot in (slot for slot in pair.slots if slot.status == COMPLETE):
+                whole = not is_own and (owner == rank or slot.whole)
+                (self.own if is_own else self.of(owner)).inherit(replace(slot, whole=whole))
+
+    def held(self) -> Holdings:
+        """Return the steps of the worker's own snapshots and of the copies, and of those that are whole."""
+        copies, whole = (
+            {owner: steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps(only_whole))}
+            for only_whole in (False, True)
+        )
+        return Holdings(self.own.steps(), copies, whole=whole)
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------
@@ -160,7 +181,7 @@ class Snapshots:
             await pause(None)
 
     def _copied(self, slot: Slot, place: tuple[int, int]) -> None:
-        if slot.status == STAGING and (slot.step, slot.epoch) == place:
+        if self._worker.alive and slot.status == STAGING and (slot.step, slot.epoch) == place:
             slot.status = COMPLETE
         self._worker.poke()
 
@@ -218,12 +239,13 @@ class Snapshots:
         try:
             if worker.closed:
                 raise EpochClosed(worker.closed_epoch, "as ordered")
-            others = [rank for rank in cluster.shape.copies_at(worker.rank) if rank != source.owned]
-            holder, (owned, replicated) = self._first([source.owned, *others], worker.rank, step)
+            places = [(holder, worker.rank) for holder in (source.owned, *cluster.shape.copies_at(worker.rank))]
+            holder, (owned, replicated) = self._first(places, step)
             how = {"owned": f"copy:{holder}", "replicated": "none"}
             if len(peers := cluster.shape.dp_peers(worker.rank)) > 1:
-                others = [rank for rank in peers if rank != source.replicated]
-                holder, (_, replicated) = self._first([source.replicated, *others], None, step)
+                whose = source.replicated if source.whose is None else source.whose
+                places = [(source.replicated, whose), *((peer, peer) for peer in peers)]
+                holder, (_, replicated) = self._first(places, step, shared=True)
                 how["replicated"] = f"peer:{holder}"
         except (EpochClosed, FallbackError):
             staging.status = EMPTY
@@ -231,20 +253,19 @@ class Snapshots:
         staging.value, staging.status = (owned, replicated), COMPLETE
         return staging, how
 
-    def _first(self, holders: list[int], owner: int | None, step: int) -> tuple[int, Any]:
-        """Return the first of ``holders`` that has an intact snapshot of ``step``, and the snapshot's value.
+    def _first(self, places: list[tuple[int, int]], step: int, shared: bool = False) -> tuple[int, Any]:
+        """Return the first holder of ``places`` that has an intact snapshot of ``step``, and the snapshot's value.
 
-        ``owner``: logical rank whose peer copy is wanted; None: the asked rank's own snapshot. Raise FallbackError if
-        no rank has one.
+        ``places``: (logical rank of the holder, logical rank whose snapshot it is); ``shared``: the state that
+        data-parallel peers share is wanted, which most copies lack. Raise FallbackError if no rank has one.
         """
         worker = self._worker
-        for holder in holders:
+        for holder, owner in places:
             other = self._cluster.worker_in(worker.seats[holder].worker, worker)
             if holder == worker.rank or other is None or other.stopped:
                 continue
-            stock = other.stock
-            pair = stock.own if owner is None else stock.copies.get(owner)
+            pair = other.stock.own if owner == holder else other.stock.copies.get(owner)
             slot = pair.find(step) if pair is not None else None
-            if slot is not None and not slot.damaged:
+            if slot is not None and not slot.damaged and (slot.whole or owner == holder or not shared):
                 return holder, slot.value
         raise FallbackError(f"logical rank {worker.rank} finds no usable snapshot of step {step}")

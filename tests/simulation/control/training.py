@@ -348,7 +348,7 @@ class Training:
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> Holdings:
-        return Holdings(*self.snapshots.stock.held())
+        return self.snapshots.stock.held()
 
     def take_snapshot(self, step: int) -> None:
         self._cluster.checks.takes_snapshot(self._worker, step)
@@ -366,7 +366,9 @@ class Training:
         self._fence = None
 
     def forget_moved_copies(self) -> None:
-        """Do nothing: in the model copies never move, because their placement depends on logical ranks alone."""
+        """Drop inherited copies; others never move, because their placement depends on logical ranks alone."""
+        shape, stock = self._cluster.shape, self.snapshots.stock
+        stock.copies = {o: held for o, held in stock.copies.items() if self._worker.rank in shape.copies_at(o)}
 
     # --- the training state ------------------------------------------------------------------------------------------
 
