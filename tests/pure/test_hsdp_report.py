@@ -43,15 +43,12 @@ def test_whatever_happens_every_sample_is_found_once(seed, tmp_path):
     samples = run.trained[last]
     assert len(set(samples)) == len(samples) == story.audit.trained, f"seed {seed}"
     assert story.audit.waiting == max(samples) + 1 - len(samples)
-    assert sum(len(s.by) for s in (*story.steps, *story.lineage.superseded)) == sum(
-        len(one.commits) for one in story.replicas.values()
-    )
+    commits_in_steps = sum(len(s.by) for s in (*story.steps, *story.lineage.superseded))
+    assert commits_in_steps == sum(len(one.commits) for one in story.replicas.values())
     assert 0 < story.effective.measured <= 1
     for replica in range(story.count):
         own = [lane for lane in story.lanes if lane.replica == replica]
-        assert all(a.end <= b.begin and (a.end, a.state) != (b.begin, b.state) for a, b in pairwise(own)), (
-            f"seed {seed}"
-        )
+        assert all(a.end <= b.begin and (a.end, a.state) != (b.begin, b.state) for a, b in pairwise(own)), seed
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -92,8 +89,7 @@ def test_a_replica_that_read_elsewhere_is_found(seed, tmp_path):
     rewrite(run, replica, lambda c: replace(c, at=wrong) if (c.step, c.quorum) == key else c)
     audit = told(run).audit
     moved = min(run.batch, abs(wrong - step.by[replica].at))
-    assert not audit.is_clean
-    assert audit.gaps == moved, f"seed {seed}: {audit}"
+    assert not audit.is_clean and audit.gaps == moved, f"seed {seed}: {audit}"
     assert audit.duplicates + audit.unaccounted == moved, f"seed {seed}: {audit}"
     assert any(f"replica {replica} read from position {wrong}" in text for text in audit.problems)
     assert audit.examples
@@ -120,8 +116,7 @@ def test_positions_that_jump_are_found(seed, ahead, tmp_path):
     for run_of in range(3):
         rewrite(run, run_of, jump)
     audit = told(run).audit
-    assert not audit.is_clean
-    assert audit.gaps == (run.batch if ahead else 0), f"seed {seed}: {audit}"
+    assert not audit.is_clean and audit.gaps == (run.batch if ahead else 0), f"seed {seed}: {audit}"
     assert audit.duplicates == (0 if ahead else run.batch), f"seed {seed}: {audit}"
     assert any(f"step {at + 1}: replica {replica} was at" in text for text in audit.problems)
 
