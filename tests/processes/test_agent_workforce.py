@@ -89,7 +89,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_successor_until_training_goes_on(tmp_path):
     workforce, pool, _, hung = begin(tmp_path)
-    heir = workforce.spawn(None, 1, 0, ("127.0.0.1", 1))
+    heir, second = (workforce.spawn(None, device, 0, ("127.0.0.1", 1)) for device in (1, 2))
     process = pool.bear(hung.name, HOLDS, "hangs")
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     workforce.hear_pool()
@@ -97,16 +97,17 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
     assert process.wait(180) == -9
 
     mine, other = socket.socketpair()
-    heir.channel = Channel(mine)
+    heir.channel = second.channel = Channel(mine)
     workforce.hand_over_snapshots({2: "n1.w1", 3: "n1.w0"})
+    workforce.hand_over_snapshots({2: heir.name, 3: hung.name})  # ordered before the end was known
     workforce.hand_over_snapshots({2: heir.name, 3: "n1.w0", 4: heir.name})
     workforce.hand_over_snapshots({2: "n1.w0", 3: heir.name})
-    second = workforce.spawn(None, 2, 0, ("127.0.0.1", 1))
-    second.channel = heir.channel
-    workforce.hand_over_snapshots({3: second.name})  # who has them keeps them
-    served, inherited = map(decode, other.recv(1 << 16).splitlines())
-    assert (served.rank, served.is_successor, inherited.rank, inherited.is_successor) == (3, False, 3, True)
-    (path,) = inherited.files
+    workforce.hand_over_snapshots({3: second.name})  # who has them keeps them, as long as it lives
+    workforce.kill(heir.name)
+    workforce.hand_over_snapshots({3: second.name})
+    orders = [decode(line) for line in other.recv(1 << 16).splitlines()]
+    assert [(order.rank, order.is_successor) for order in orders] == [(3, False), (3, True), (3, True)]
+    (path,) = orders[-1].files
     with open(path, "rb") as file:
         assert file.read() == b"a snapshot"
     workforce.kept_snapshots.clear()

@@ -320,17 +320,22 @@ class Workforce:
     def hand_over_snapshots(self, seats: Mapping[int, str]) -> None:
         """Have workers of this node take over the snapshots that this agent keeps.
 
-        Those of a logical rank go to its new worker. If that is on another node, a worker of this node serves them. Who
-        has them keeps them: two processes would write their next snapshots into the same memory.
+        Those of a logical rank go to its new worker. If that is on another node, a worker of this node serves them. A
+        worker that has them keeps them as long as it lives. Otherwise two processes would write their next snapshots
+        into the same memory.
 
         Args:
             seats: logical rank -> the worker that is about to hold it.
         """
-        here = (worker for name in seats.values() if (worker := self.workers.get(name)) and worker.channel is not None)
+        living = {name: w for name, w in self.workers.items() if not w.doomed and not w.exit_posted}
+        here = (worker for name in seats.values() if (worker := living.get(name)) and worker.channel is not None)
         neighbour = next(here, None)
         for rank in self.kept_snapshots.ranks:
-            successor = self.workers.get(seats.get(rank, ""))
-            receiver, before = successor or neighbour, self.workers.get(self.kept_snapshots.holders.get(rank, ""))
+            name = seats.get(rank, "")
+            if name not in living and name.startswith(f"{self._place.node}."):
+                continue  # that worker has ended, and the control plane will hear of it and fill the seat anew
+            successor = living.get(name)
+            receiver, before = successor or neighbour, living.get(self.kept_snapshots.holders.get(rank, ""))
             if receiver is not None and receiver.channel is not None and before in (None, receiver):
                 self.kept_snapshots.holders[rank] = receiver.name
                 order = Inherit(self.kept_snapshots.of(rank), rank, receiver is successor)
@@ -485,17 +490,22 @@ class KeptSnapshots:
             code: its exit code, or -N if signal N killed it.
         """
         _, files = self._of_living.pop(pid, (0, []))
-        if rank is None or rank in self._files or code in (0, -signal.SIGKILL):
+        if rank is None or code in (0, -signal.SIGKILL):
             self._close(files)
-        elif files:
-            self._files[rank] = files
+        else:
+            self._add(rank, files)
 
     def keep(self, rank: int, pid: int) -> None:
         """Keep the snapshots of the process that holds a logical rank; call it before the process is killed."""
-        files = processes.open_memory(pid, SNAPSHOT_MEMORY)
-        if files:
-            self._close(self._files.get(rank, []))
-            self._files[rank] = files
+        self._add(rank, processes.open_memory(pid, SNAPSHOT_MEMORY))
+
+    def _add(self, rank: int, files: list[int]) -> None:
+        """Keep files for a rank, after those that are kept for it already; the same memory is kept only once."""
+        known = {os.fstat(fd).st_ino for kept in self._files.values() for fd in kept}
+        new = [fd for fd in files if os.fstat(fd).st_ino not in known]
+        self._close([fd for fd in files if fd not in new])
+        if new:
+            self._files.setdefault(rank, []).extend(new)
 
     def of(self, rank: int) -> list[str]:
         """Return paths at which the kept snapshots of a logical rank can be opened; an empty list if there are none."""

@@ -437,7 +437,8 @@ def of_memory(state: ControlState) -> Situation:
 def _held(worker: Worker) -> Holdings | None:
     """Return the snapshots that a worker has reported, with those that it has taken over from ended workers."""
     reports = [report for report in (worker.release, worker.arrived) if report is not None]
-    last = max(reports, key=lambda report: report.epoch, default=None)  # it may have inherited snapshots between them
+    # It may have inherited snapshots between the two. Of one epoch, it sends the release later; max returns the first.
+    last = max(reports, key=lambda report: report.epoch, default=None)
     held = Holdings() if last is None else last.holdings
     if worker.inherited is not None:
         held = replace(

@@ -161,8 +161,8 @@ class Worker:
         leaving_epoch: closed epoch that it has not left yet, or -1.
         release: its report when it last left an epoch.
         arrived: its last report that model and optimizer are built.
-        inherited: its last report of what it holds since it has taken over what others have left, until it next leaves
-            an epoch and reports all that it holds.
+        inherited: its last report of what it holds since it has taken over what others have left; None once an epoch is
+            closed, because it then reports all that it holds.
         repaired: its report that it is repaired, in the present epoch.
         resumed: last epoch whose first step it has begun.
         done: whether it has finished its training steps, in the present epoch.

@@ -205,7 +205,7 @@ class Agent:
         excuse: True once a fault has been injected that may make the control plane take the agent for lost.
         devices: number of devices of the host; 0: workers need none.
         in_use: worker -> its device, until the worker's process has ended and the device's memory is free.
-        kept: logical rank -> the snapshots that its ended worker has left on this node, while training does not go on.
+        kept: logical rank -> the snapshots that its ended workers have left on this node, until training goes on.
         workers: name -> worker, of the workers that are not yet reaped.
         link: connection to the control plane.
     """
@@ -218,7 +218,7 @@ class Agent:
         self.in_use: dict[str, int] = {}
         self.alive, self.paused, self.excuse = True, False, False
         self.workers: dict[str, Worker] = {}
-        self.kept: dict[int, CopyStore] = {}
+        self.kept: dict[int, list[CopyStore]] = {}
         self._handed: dict[int, Worker] = {}
         self._started, self._restart, self._begin = 0, 0, None
         self._backlog: list[tuple[Callable[..., None], tuple]] = []
@@ -324,13 +324,13 @@ class Agent:
         if worker.alive:
             worker.poke()
 
-    def ended(self, worker: Worker, code: int) -> None:
-        """End a worker's process; it is reaped a moment later."""
+    def ended(self, worker: Worker, code: int, keep: bool = False) -> None:
+        """End a worker's process; it is reaped a moment later. ``keep``: its snapshots are kept, whatever the code."""
         if not worker.alive:
             return
         worker.alive = False
-        if worker.stock.own.steps() and code not in (0, -9):
-            self.kept.setdefault(worker.rank, worker.stock)
+        if worker.rank >= 0 and (keep or code not in (0, -9)):
+            self.kept.setdefault(worker.rank, []).append(worker.stock)
         self.cluster.mesh.lost(worker, noticed=0.6)
         delay = _FORK_S[1] + self.cluster.rng.uniform(*_REAP_S) if not worker.attached else 0.0
         delay += self.cluster.rng.uniform(*_REAP_S)
@@ -371,10 +371,7 @@ class Agent:
         """Execute an order, like ``ft.job.agent.agent.Agent._obey``."""
         if isinstance(order, m.Kill):
             if order.worker in self.workers:
-                worker = self.workers[order.worker]
-                if worker.alive and worker.stock.own.steps():
-                    self.kept[worker.rank] = worker.stock
-                self.ended(worker, -9)
+                self.ended(self.workers[order.worker], -9, keep=True)
         elif isinstance(order, m.Spawn):
             for _ in range(order.count if order.node == self.node else 0):
                 self.spawn(None)
@@ -404,12 +401,14 @@ class Agent:
         ``seats``: logical rank -> the worker that is about to hold it.
         """
         here = {rank: w for rank, name in seats.items() if (w := self.workers.get(name)) and w.attached and w.alive}
-        for rank, left in sorted(self.kept.items()):
+        for rank, kept in sorted(self.kept.items()):
             receiver, before = here.get(rank, next(iter(here.values()), None)), self._handed.get(rank)
-            if receiver is None or (before not in (None, receiver) and before.alive):
+            is_stale = rank not in here and seats[rank].startswith(f"{self.node}.")
+            if receiver is None or is_stale or (before not in (None, receiver) and before.alive):
                 continue
             self._handed[rank] = receiver
-            receiver.stock.inherit(left, rank, here.get(rank) is receiver)
+            for left in kept:
+                receiver.stock.inherit(left, rank, here.get(rank) is receiver)
             if receiver is not here.get(rank):
                 self.hear(m.WorkerInherited(receiver.name, receiver.stock.held()))
 

@@ -7,7 +7,7 @@ each step, so that a state restored from the wrong owner, or from a step that wa
 value.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import EpochClosed, FallbackError
@@ -65,7 +65,7 @@ class PingPong:
         same = [s for s in self.slots if s.status != EMPTY and (s.step, s.epoch) == (slot.step, slot.epoch)]
         less = [s for s in same if s.status == COMPLETE and slot.whole and not s.whole]
         if found := less or ([] if same else [s for s in self.slots if s.status == EMPTY]):
-            self.slots[self.slots.index(found[0])] = replace(slot)
+            self.slots[self.slots.index(found[0])] = slot
 
     def drop_after(self, step: int) -> None:
         """Drop the complete snapshots of steps after ``step``, which are rolled back."""
@@ -79,6 +79,7 @@ class PingPong:
         return max(found, key=lambda s: s.epoch, default=None)
 
     def steps(self, whole: bool = False) -> list[int]:
+        """Return the steps of the complete snapshots; with ``whole``, only of those that are whole copies."""
         return sorted({slot.step for slot in self.slots if slot.status == COMPLETE and whole <= slot.whole})
 
 
@@ -105,12 +106,12 @@ class CopyStore:
             held.drop_after(step)
 
     def inherit(self, left: "CopyStore", rank: int, is_successor: bool) -> None:
-        """Take over the complete snapshots of an ended worker (``ft.state.snapshot.transport.Stock.inherit``)."""
+        """Take over the complete snapshots of an ended worker (``ft.state.snapshot.transport.CopyStore.inherit``)."""
         for owner, pair in {**left.copies, rank: left.own}.items():
             is_own = is_successor and owner == rank
             for slot in (slot for slot in pair.slots if slot.status == COMPLETE):
-                whole = not is_own and (owner == rank or slot.whole)
-                (self.own if is_own else self.of(owner)).inherit(replace(slot, whole=whole))
+                slot.whole = not is_own and (owner == rank or slot.whole)
+                (self.own if is_own else self.of(owner)).inherit(slot)
 
     def held(self) -> Holdings:
         """Return the steps of the worker's own snapshots and of the copies, and of those that are whole."""
@@ -262,7 +263,7 @@ class Snapshots:
         worker = self._worker
         for holder, owner in places:
             other = self._cluster.worker_in(worker.seats[holder].worker, worker)
-            if holder == worker.rank or other is None or other.stopped:
+            if holder == owner == worker.rank or other is None or other.stopped:
                 continue
             pair = other.stock.own if owner == holder else other.stock.copies.get(owner)
             slot = pair.find(step) if pair is not None else None
