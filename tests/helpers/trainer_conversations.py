@@ -66,8 +66,8 @@ class Check(Player):
         return lines[: next((i for i, line in enumerate(lines) if line.startswith("network:")), None)]
 
     def line_check(self, text):
-        """Show the first line of the answer, and what programs get instead of it."""
-        told = [line for line in self._ask(text, "--json") if not line.startswith("networks: ")]
+        """Show the first line of the answer, and what programs get instead of it, without what this machine adds."""
+        told = [line for line in self._ask(text, "--json") if not line.startswith(("networks: ", "known_faults: "))]
         return [self._ask(text)[0], *told]
 
     def _ask(self, text: str, *more: str) -> list[str]:
