@@ -68,8 +68,8 @@ class Legitimacy:
             alike = "replacements failed alike" in text and len(self._cluster.struck) > 3
             alike = alike or bool(self._cluster.poisoned)
             legitimate = alike or bool(kinds & {"raise software error", "exit with code 1", "bad start"})
-        elif "times after committed step" in text:  # in a simulation a fault has caused each of these interruptions
-            legitimate = len(self._cluster.struck) > MOST_RETURNS or bool(self._cluster.poisoned)
+        elif "times after committed step" in text:  # a fault has caused each of them, a flapping link several
+            legitimate = len(self._cluster.struck) > MOST_RETURNS or "flapping link" in kinds or self._cluster.poisoned
         elif not self._cluster.plane.state.attached:  # until a worker attaches, any failure ends the run
             legitimate = bool(self._cluster.struck)
         else:
