@@ -338,7 +338,7 @@ class WorkerArrived(Message):
 
 @dataclass(frozen=True)
 class WorkerInherited(Message):
-    """The worker serves the snapshots that another worker of its node has left, which has ended.
+    """The worker has taken over the snapshots of an ended worker of its node, and serves them to others.
 
     Attributes:
         worker: name of the worker.

@@ -1,4 +1,4 @@
-"""What messages say of a worker's place, its process groups, the training state that it holds, and a hang's causes."""
+"""Parts of messages: a worker's place, its process groups, the training state that it holds, and causes of a hang."""
 
 from dataclasses import dataclass, field
 

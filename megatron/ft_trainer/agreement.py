@@ -55,8 +55,8 @@ def from_rank_0(compute: Callable[[], Any], group: dist.ProcessGroup | None = No
     try:
         answer = compute()
     except BaseException as error:
-        is_users = isinstance(error, UserError)
-        failure = {"user_error": [error.problem, error.fix]} if is_users else {"error": repr(error)}
+        is_user_error = isinstance(error, UserError)
+        failure = {"user_error": [error.problem, error.fix]} if is_user_error else {"error": repr(error)}
         _broadcast(json.dumps(failure).encode(), device, group)
         raise
     _broadcast(json.dumps({"answer": answer}).encode(), device, group)

@@ -198,4 +198,4 @@ ON_OBJECTS = {
         "(ft.systems.checkfree.plus)"
     ),
 }
-"""Attribute of an object -> what :func:`megatron.patches.replace.wrap_attribute` wraps around it."""
+"""Attribute of an optimizer or a model's configuration -> what is wrapped around it, and by which modules."""

@@ -1,6 +1,6 @@
-"""Replaces symbols in loaded modules, recording each, and attributes of single objects; both only here.
+"""Replaces symbols of loaded modules, which it records, and attributes of single objects.
 
-Nothing that is replaced on an object outlives it.
+A replaced attribute does not outlive its object. Only the modules in ``manifest.ELSEWHERE`` replace symbols, too.
 """
 
 import importlib

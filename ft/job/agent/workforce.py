@@ -328,8 +328,7 @@ class Workforce:
             seats: logical rank -> the worker that is about to hold it.
         """
         living = {name: w for name, w in self.workers.items() if not w.doomed and not w.exit_posted}
-        here = (worker for name in seats.values() if (worker := living.get(name)) and worker.channel is not None)
-        neighbour = next(here, None)
+        neighbour = next((w for name in seats.values() if (w := living.get(name)) and w.channel is not None), None)
         for rank in self.kept_snapshots.ranks:
             name = seats.get(rank, "")
             if name not in living and name.startswith(f"{self._place.node}."):
@@ -458,9 +457,9 @@ class KeptSnapshots:
     """The snapshots that workers of this node leave when they crash, or when this agent kills them.
 
     Their successors take them over, or a worker of this node serves them to a successor on another node. The agent
-    opens the memory of each living worker's snapshots, so that the end of the process does not free it, and
-    keeps it open until training goes on. It frees what a worker leaves that somebody else has killed with SIGKILL: that
-    was the kernel, because memory is short, or it stands for the loss of the node.
+    opens the memory of each living worker's snapshots, so that the end of the process does not free it, and keeps it
+    open until training goes on. It frees the memory of a worker that somebody else has killed with SIGKILL: the kernel
+    does that when memory is short, and in tests it stands for the loss of a node.
 
     Attributes:
         holders: logical rank of the ended worker -> the worker that its snapshots were handed to.
@@ -483,7 +482,7 @@ class KeptSnapshots:
             self._close(files)
 
     def ended(self, pid: int, rank: int | None, code: int) -> None:
-        """Keep the snapshots of a process that has ended if it has crashed, and close their files otherwise.
+        """Handle the end of a process: keep its snapshots if it crashed, and close their files otherwise.
 
         Args:
             rank: logical rank that it held, or None.
@@ -500,12 +499,13 @@ class KeptSnapshots:
         self._add(rank, processes.open_memory(pid, SNAPSHOT_MEMORY))
 
     def _add(self, rank: int, files: list[int]) -> None:
-        """Keep files for a rank, after those that are kept for it already; the same memory is kept only once."""
+        """Add files to those that are kept for a rank. A file is closed if its memory is kept already, for any rank."""
         known = {os.fstat(fd).st_ino for kept in self._files.values() for fd in kept}
-        new = [fd for fd in files if os.fstat(fd).st_ino not in known]
-        self._close([fd for fd in files if fd not in new])
-        if new:
-            self._files.setdefault(rank, []).extend(new)
+        for fd in files:
+            if os.fstat(fd).st_ino in known:
+                os.close(fd)
+            else:
+                self._files.setdefault(rank, []).append(fd)
 
     def of(self, rank: int) -> list[str]:
         """Return paths at which the kept snapshots of a logical rank can be opened; an empty list if there are none."""
@@ -513,7 +513,7 @@ class KeptSnapshots:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the logical ranks of the ended workers whose snapshots are kept."""
+        """Return the logical ranks for which snapshots of ended workers are kept."""
         return sorted(self._files)
 
     def clear(self) -> None:

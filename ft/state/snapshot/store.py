@@ -433,7 +433,7 @@ class Snapshots:
         if damage is None and any(slot.parts[name].table != table for name, table in tables.items()):
             damage = "its layout"
         if damage is None and unpack_meta(slot.meta).envelope.get("rank") != self.rank:
-            damage = "its rank, which is another one"
+            damage = "it is that of another rank"
         if damage is not None:
             problems.append(f"own snapshot is damaged: {damage}")
             self._stock.own.drop(slot)
