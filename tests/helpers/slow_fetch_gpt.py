@@ -1,4 +1,4 @@
-"""pretrain_gpt.py in which every fetch of a state takes longer than a step, and workers print when they rehearse."""
+"""pretrain_gpt.py in which fetches of a state are slow, the first is cut off, and workers print when they rehearse."""
 
 import sys
 import time
@@ -6,16 +6,19 @@ import time
 import pretrain_gpt
 from ft.state.fetch.server import StateOffer
 
-FETCH_S = 0.6
+FETCH_S, CUT_OFF = 0.6, []
 REHEARSED = "rehearsed at "
 
 _visit, _run = StateOffer.visit, pretrain_gpt.run
 
 
 def slowly(self, peer):
-    """Delay a fetch before its first byte is sent, once it is registered."""
+    """Delay a fetch before its first byte is sent, once it is registered; the first until its state is withdrawn."""
     visit = _visit(self, peer)
     time.sleep(FETCH_S)
+    while not CUT_OFF and not self._closed:
+        time.sleep(0.01)
+    CUT_OFF.append(peer)
     return visit
 
 
