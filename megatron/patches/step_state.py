@@ -53,11 +53,11 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
         if is_fsdp2(chunk):  # the whole weights that it has gathered keep gradients, too, which torch does not discard
             chunk.module.zero_grad()
             chunk.module.reset_iter_state()
-        chunk.zero_grad_buffer()
         for group in bucket_groups(chunk):
             set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
             set_known(group, is_first_batch=True, is_last_microbatch=True)
             set_known(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
+        chunk.zero_grad_buffer()  # after it, because core takes the counts of a first batch, if there are any, for whole
         chunk.module.zero_grad()
     optimizer.zero_grad()
     clear_cached_collective_results(optimizer)

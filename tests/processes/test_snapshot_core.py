@@ -66,6 +66,9 @@ class Trainee:
         from megatron.patches import step_state
 
         trainer = self.trainer
+        if self.side == "b" and trainer.chunks[0].ddp_config.overlap_grad_reduce:
+            for group in step_state.bucket_groups(trainer.chunks[0]):
+                group.register_grad_ready(next(iter(group.params)))  # a first backward pass was interrupted
         step_state.abandon_step(trainer.chunks, trainer.optimizer)
         how = self.snaps.restore(self.capture.state({}), step, source, epoch=epoch)
         extra = self.capture.apply(self.snaps.restored_envelope)
