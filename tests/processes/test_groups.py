@@ -263,6 +263,12 @@ def wait_for_rank_2():
     dist.recv(torch.ones(4), src=neighbour(2))
 
 
+def leaves_a_block() -> None:
+    with dist.distributed_c10d._coalescing_manager():
+        dist.all_reduce(torch.ones(4))
+        wait_for_rank_2()
+
+
 BLOCKING = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
     "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000)),
@@ -281,6 +287,7 @@ BLOCKING = {
     "recv from anyone": lambda: dist.recv(torch.ones(4)),
     "several irecv": lambda: [w.wait() for w in [dist.irecv(torch.ones(4), src=neighbour(2)) for _ in range(3)]],
     "coalesced": lambda: coalesced(dist.group.WORLD, dist.get_rank(), 3),
+    "a coalesced block": leaves_a_block,
 }
 
 

@@ -27,6 +27,8 @@ MOST_IN_MESH = 2 * FAN_OUT + 1
 
 32 connections take less time than the lazy initialization with its barrier (measured with ``tools/bench/rebuild.py``).
 """
+_LAUNCH_S = 1.0
+"""Longest wait of an abort for a thread that launches several operations as one, which takes well below 1 ms."""
 _SLICE = timedelta(milliseconds=20)
 _BARRIER = timedelta(seconds=30)
 """Timeout of the first barrier. All its members have reached the barrier when it begins."""
@@ -43,10 +45,13 @@ class GroupConnection:
         device_type: type of the tensors' device, "cpu" or "cuda".
         backend_type: torch's identifier of the backend.
         backend: torch's backend object, None after ``drop``.
+        launching: lock that a thread holds while it launches several operations of the group as one; None before the
+            group has this connection.
     """
 
     device_type: str
     backend_type: dist.ProcessGroup.BackendType
+    launching: "threading.RLock | None" = None
 
     def __init__(self, backend: c10d.Backend):
         self.backend: c10d.Backend | None = backend
@@ -118,9 +123,12 @@ class NcclConnection(GroupConnection):
     def interrupt(self) -> None:
         with self._lock:
             if self._thread is None and self.backend is not None:
-                DEVICE.aborts_begin()
+                has_works = self.launching is not None
+                if has_works:
+                    DEVICE.aborts_begin()
                 self._deadline = time.monotonic() + self._abort_s
-                self._thread = threading.Thread(target=self._abort, args=(self.backend,), name="ft-abort", daemon=True)
+                args = self.backend, has_works
+                self._thread = threading.Thread(target=self._abort, args=args, name="ft-abort", daemon=True)
                 self._thread.start()
 
     def problem(self) -> str | None:
@@ -132,13 +140,18 @@ class NcclConnection(GroupConnection):
             return f"the abort of {self._name} did not end after {self._abort_s:g} s"
         return None if self._error is None else f"the abort of {self._name} failed: {str(self._error).strip()}"
 
-    def _abort(self, backend: c10d.Backend) -> None:
+    def _abort(self, backend: c10d.Backend, has_works: bool) -> None:
+        # A launch of several operations that is under way would go on to use the communicator after it was freed. No
+        # further one begins in an epoch that is closed.
+        if self.launching is not None and self.launching.acquire(timeout=_LAUNCH_S):
+            self.launching.release()
         try:
             backend.abort()
         except Exception as error:
             self._error = error
         finally:
-            DEVICE.aborts_ended()
+            if has_works:
+                DEVICE.aborts_ended()
 
 
 class GlooConnector:
@@ -330,6 +343,7 @@ class NcclConnector:
             options.group_name, options.global_ranks_in_group = self._identity
         options._timeout = self._timeout
         options.config.blocking = 0  # an abort ends operations that are under way
+        store.set_timeout(self._timeout)  # of the wait for the first member, which may create its context only now
         backend = nccl(store, self._rank, self._size, options)
         connection = NcclConnection(backend, f"an NCCL group of {self._size} ranks", self._abort_s)
         device = torch.device("cuda", torch.cuda.current_device())
@@ -384,6 +398,10 @@ def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     # NCCL's own service for diagnosis may crash the process (``ft.platform.releases``).
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+    # torch's flight recorder keeps the events of operations that were not queued because of an abort; a dump would read
+    # them after they are gone.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
     if dist.is_nccl_available():
         found = {**releases.installed(), releases.NCCL: torch.cuda.nccl.version()}
         for fault in releases.known_faults(found, os.environ):

@@ -4,10 +4,11 @@ When a worker fails, the epoch is closed: every operation of every group fails, 
 the connections are remade, while model and optimizer keep their references to the group.
 """
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ class Group(dist.ProcessGroup):
         # device an operation goes on although nobody references its work.
         self._flight: dict[int, GroupWork | weakref.ref[GroupWork]] = {}
         self._before: Place | None = None
+        self._launching = threading.RLock()
+        self._block: tuple[dist.ProcessGroup | Local, torch.device, int] | None = None
         self.interrupted = self._used = False
         self._prune_at = _PRUNE_AT
         self._reset_counts()
@@ -154,9 +157,11 @@ class Group(dist.ProcessGroup):
             work.inner = started = work.launch(inner, method, args, kwargs)
         except EpochClosed:
             flight.pop(key, None)
+            self.end_block()
             raise
         except Exception as error:
             flight.pop(key, None)
+            self.end_block()
             if state.closed is not None or _is_of_transport(error):
                 raise self.failure(error) from error
             raise
@@ -191,9 +196,7 @@ class Group(dist.ProcessGroup):
         return work
 
     def _start_locally(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work | None:
-        state = self.state
-        if state.closed is not None and not state.alone:
-            raise EpochClosed(*state.closed)
+        self.refuse_if_closed()
         work: dist.Work = getattr(self._local, method)(*args, **kwargs)
         return work
 
@@ -228,6 +231,7 @@ class Group(dist.ProcessGroup):
     def failure(self, error: BaseException) -> Exception:
         """Return the exception for an operation that failed with ``error``, and mark the group as interrupted."""
         self.interrupted = True
+        self.end_block()
         return self.state.error_of(self._name, self.ranks, error)
 
     def _works(self) -> list[tuple[int, GroupWork | None]]:
@@ -276,6 +280,7 @@ class Group(dist.ProcessGroup):
 
     def attach(self, connection: GroupConnection) -> None:
         """Start using a new connection."""
+        connection.launching = self._launching
         self._connections[connection.device_type] = connection
         self._inner = wrap(list(self._connections.values()), self._rank, self._size)
 
@@ -392,9 +397,50 @@ class Group(dist.ProcessGroup):
         return self._collectives[0]
 
     def _start_coalescing(self, device: torch.device) -> None:
+        inner: Any = self._local or self._connected_for((), {})
+        self._launching.acquire()
+        self._block = inner, device, threading.get_ident()
+        try:
+            self.refuse_if_closed()
+            inner._start_coalescing(device)
+        except Exception:
+            self.end_block()
+            raise
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:  # type: ignore[override]
+        work = self._start(GroupWork(self), (self._collectives, 0), "_end_coalescing", (device,), {})
+        if self._block is not None:
+            self._block = None
+            self._launching.release()
+        return work
+
+    def end_block(self) -> None:
+        """End a block of operations of this thread that are launched together and that an exception has left.
+
+        torch ends it only if no exception leaves it, and would go on to collect the group's operations instead of
+        starting them. NCCL's blocks belong to a thread: whatever the thread launches would only be queued, in all
+        groups and also after their communicators were remade.
+        """
+        dist.distributed_c10d._world.pg_coalesce_state.pop(self, None)
+        if self._block is None or self._block[-1] != threading.get_ident():
+            return
+        inner, device, _ = self._block
+        self._block = None
+        with contextlib.suppress(RuntimeError):  # the communicator has failed, or the block has ended
+            inner._end_coalescing(device)
+        self._launching.release()
+
+    @contextlib.contextmanager
+    def launches_together(self) -> Iterator[None]:
+        """Return a context for a launch of several operations as one; no communicator is freed in the middle of it."""
+        with self._launching:
+            self.refuse_if_closed()
+            yield
+
+    def refuse_if_closed(self) -> None:
+        """Raise ``EpochClosed`` if the epoch is closed for operations that need other workers."""
         if self.state.closed is not None and not self.state.alone:
             raise EpochClosed(*self.state.closed)
-        (self._local or self._connected_for((), {}))._start_coalescing(device)
 
     def shutdown(self) -> None:
         """Destroy the group on this worker, whether or not the other members are alive."""
@@ -430,7 +476,7 @@ _COLLECTIVES = (
         "gather",
         "scatter",
     ),
-    *("reduce_scatter", "alltoall", "barrier", "monitored_barrier", "_end_coalescing"),
+    *("reduce_scatter", "alltoall", "barrier", "monitored_barrier"),
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     "all_to_all_single",
     # names before torch 2.13

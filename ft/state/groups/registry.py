@@ -318,6 +318,8 @@ class Groups:
             AbortError: a communicator was not aborted, so that this worker has to be replaced.
         """
         self._state.settle()
+        for group in self._groups.values():
+            group.end_block()
         interrupted = [group for group in self._groups.values() if group.interrupted]
         interrupt_together([one for group in interrupted for one in group.connections()])
         for group in interrupted:

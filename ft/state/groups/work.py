@@ -200,14 +200,15 @@ class Batch(SentMessage):
         """
         (messages,) = args
         device = messages[0].tensor.device
-        inner._start_coalescing(device)
-        try:
-            for one in messages:
-                kind = "send" if is_send(one) else "recv"
-                self._messages.append(self.group.add_message(self, kind, one.tensor, one.group_peer))
-                getattr(inner, kind)([one.tensor], one.group_peer, one.tag)
-        finally:
-            started = inner._end_coalescing(device)
+        with self.group.launches_together():
+            inner._start_coalescing(device)
+            try:
+                for one in messages:
+                    kind = "send" if is_send(one) else "recv"
+                    self._messages.append(self.group.add_message(self, kind, one.tensor, one.group_peer))
+                    getattr(inner, kind)([one.tensor], one.group_peer, one.tag)
+            finally:
+                started = inner._end_coalescing(device)
         for message in self._messages:
             message.inner = started
         return started
