@@ -22,6 +22,15 @@ def enter(device: torch.device | None) -> None:
         torch.cuda.set_device(device)
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for copies beside training, of high priority.
+
+    torch has 32 streams of each priority and hands them out in turn. NCCL takes some of normal priority for each epoch,
+    so that one of them would come to share this stream, and a reduction would wait for copies.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def enter_process() -> None:
     """Select the device of this process for the calling thread; nothing is done if :func:`select` was not called."""
     enter(_of_process)

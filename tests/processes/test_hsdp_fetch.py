@@ -198,46 +198,8 @@ def test_a_tensor_that_was_given_another_shape_since_is_not_served(serving):
         get([source], blank(state(10, 0.1)))
 
 
-def test_tensors_on_a_device_are_copied_once_for_all_who_ask():
-    asked = []
-
-    def count(tensors, is_over):
-        asked.append(is_over())
-        return tensors
-
-    offer = StateOffer(MARK, "", b"{}", table_of(state(11, 0.1)), state(11, 0.1), count)
-    here, there = socket.socketpair()
-    with here, there:
-        for _ in range(3):
-            with offer.reading(FramedChannel(here, 1.0)) as memory:
-                assert memory.table.encoded == offer.table.encoded
-        assert asked == [False]
-        offer.withdraw(0.0)
-        with pytest.raises(Withdrawn), offer.reading(FramedChannel(here, 1.0)):
-            pass
-
-
-def test_a_withdrawal_stops_the_copy_from_a_device(aside):
-    begun = threading.Event()
-
-    def endless(tensors, is_over):
-        begun.set()
-        while not is_over():
-            time.sleep(0.001)
-        return {}
-
-    offer = StateOffer(MARK, "", b"{}", table_of({}), {}, endless)
-    here, there = socket.socketpair()
-    with here, there:
-        reading = aside(offer.reading(FramedChannel(here, 1.0)).__enter__)
-        assert begun.wait(WAIT_S)
-        offer.withdraw(0.0)
-        with pytest.raises(Withdrawn):
-            reading.result(WAIT_S)
-
-
 def test_a_withdrawal_returns_only_when_nobody_reads_any_more(aside):
-    offer = StateOffer(MARK, "", b"{}", table_of({}), {}, lambda tensors, is_over: tensors)
+    offer = StateOffer(MARK, "", b"{}", table_of({}), {}, {})
     here, there = socket.socketpair()
     with here, there:
         with offer.reading(FramedChannel(here, 1.0)):
@@ -246,3 +208,5 @@ def test_a_withdrawal_returns_only_when_nobody_reads_any_more(aside):
             time.sleep(0.05)
             assert not withdrawing.done()
         withdrawing.result(WAIT_S)
+        with pytest.raises(Withdrawn), offer.reading(FramedChannel(here, 1.0)):
+            pass

@@ -65,12 +65,14 @@ def get(sources, into, step=STEP, limit_s=WAIT_S, stall_s=WAIT_S):
 def test_the_share_of_a_source_that_is_killed_or_stopped_in_the_middle_comes_from_the_others(closing, number):
     live = state(11, 24)
     doomed, good = (opened(closing, Process(live)) for _ in range(2))
-    middle = opened(closing, Proxy(doomed.address, once_past(2 << 20, lambda: doomed.signal(number))))
+    gate = Gate()
+    once = once_past(2 << 20, lambda: (doomed.signal(number), gate.opened.set()))
+    middle, later = opened(closing, Proxy(doomed.address, once)), opened(closing, Proxy(good.address, gate))
     into = blank(live)
-    found = get([middle, good], into, stall_s=WAIT_S if number == signal.SIGKILL else 1.0)
+    found = get([middle, later], into, stall_s=WAIT_S if number == signal.SIGKILL else 2.0)
     assert equal(live, into)
     assert middle.address in found.left
-    assert found.per_source[good.address] > found.per_source[middle.address]
+    assert found.per_source[later.address] > found.per_source[middle.address]
 
 
 def test_the_last_source_that_stops_ends_the_fetch_within_the_limit(closing):

@@ -5,16 +5,16 @@ the optimizer changes the tensors (FT-HSDP, section 4.3). The tensors are the li
 the withdrawal. The envelope of a state is everything but the tensors, as JSON. A state is identified by its step and
 its lineage.
 
-Tensors on a device are copied to host memory at most once per step, for all readers. The copy runs on its own stream
-and starts after the work that was queued when the state was offered. It does not wait for the kernels of the following
-step, because they only read the state. The page-locked memory returns to torch's pool when the offer ends.
+Of tensors on a device, each chunk is copied to host memory just before it is sent. The copy runs on its own stream and
+starts after the work that was queued when the state was offered. It does not wait for the kernels of the following
+step, because they only read the state.
 """
 
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,48 +27,6 @@ from ft.state.layout import FlatState, Table, table_of
 from ft.state.transfer import Held, Holder, NotHeld, Visit, Withdrawn, serve
 
 Tensors = Mapping[str, torch.Tensor]
-ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]
-"""Function (tensors, is_over) -> the same tensors in host memory.
-
-As soon as ``is_over()`` is True, it returns early with incomplete content.
-"""
-
-_CHUNK = 64 << 20
-"""Bytes that are copied between two calls of ``is_over``; a withdrawal waits for one such chunk at most."""
-
-
-def prepare(tensors: Tensors) -> ToHost:
-    """Record an event on each device's current stream. Return a function that copies the tensors after these events."""
-    devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")}
-    if not devices:
-        return lambda given, is_over: given
-    marks = {device: torch.Event(device) for device in devices}
-    for device, mark in marks.items():
-        mark.record(torch.accelerator.current_stream(device))
-    return lambda given, is_over: _copy(given, marks, is_over)
-
-
-@torch.no_grad()
-def _copy(tensors: Tensors, marks: Mapping[torch.device, torch.Event], is_over: Callable[[], bool]) -> Tensors:
-    streams = {}
-    for device, mark in marks.items():
-        devices.enter(device)
-        streams[device] = torch.Stream(device)
-        streams[device].wait_event(mark)
-    host = {}
-    for name, tensor in tensors.items():
-        if tensor.device not in marks:
-            host[name] = tensor
-            continue
-        host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        source, target = (t.detach().view(-1).view(torch.uint8) for t in (tensor, host[name]))
-        for start in range(0, source.numel(), _CHUNK):
-            if is_over():
-                return host
-            with streams[tensor.device]:
-                target[start : start + _CHUNK].copy_(source[start : start + _CHUNK], non_blocking=True)
-            streams[tensor.device].synchronize()
-    return host
 
 
 class StateOffer(Held):
@@ -79,16 +37,27 @@ class StateOffer(Held):
         whose: logical rank and replica whose state it is, in words.
         envelope: JSON values that accompany the tensors, encoded.
         table: layout of the tensors.
-        tensors: the live tensors.
-        to_host: function that copies the tensors to host memory; called once, at the first read.
+        tensors: the live tensors. Work that is queued on the current streams of their devices may still change them.
+        streams: device -> stream on which its tensors are copied to host memory; what is missing is added.
     """
 
-    def __init__(self, mark: Mark, whose: str, envelope: bytes, table: Table, tensors: Tensors, to_host: ToHost):
+    def __init__(
+        self,
+        mark: Mark,
+        whose: str,
+        envelope: bytes,
+        table: Table,
+        tensors: Tensors,
+        streams: dict[torch.device, torch.cuda.Stream],
+    ):
         self.mark, self.whose, self.table = mark, whose, table
         self.envelope, self.envelope_check = envelope, checksum(envelope)
-        self._tensors, self._to_host = tensors, to_host
+        self._tensors, self._streams = tensors, streams
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            if device not in streams:
+                streams[device] = devices.side_stream(device)
+            streams[device].wait_stream(torch.cuda.current_stream(device))
         self._memory: FlatState | None = None
-        self._filling = threading.Lock()
         self._changed = threading.Condition()
         self._visits: set[Visit] = set()
         self._reading: list[FramedChannel] = []
@@ -129,12 +98,15 @@ class StateOffer(Held):
         with self._changed:
             if self._closed:
                 raise Withdrawn(self._withdrawn())
+            if self._memory is None:
+                self._memory = self._as_bytes()
             self._reading.append(channel)
         try:
-            with self._filling:
-                if self._memory is None:
-                    self._memory = self._fill()
-            yield self._memory
+            with contextlib.ExitStack() as stack:
+                for device, stream in self._streams.items():
+                    devices.enter(device)
+                    stack.enter_context(torch.cuda.stream(stream))
+                yield self._memory
         finally:
             with self._changed:
                 self._reading.remove(channel)
@@ -159,11 +131,8 @@ class StateOffer(Held):
             self._memory, self._tensors = None, {}
         return cut
 
-    def _fill(self) -> FlatState:
-        host = self._to_host(self._tensors, lambda: self._closed)
-        if self._closed:
-            raise Withdrawn(self._withdrawn())
-        memory = FlatState(host)
+    def _as_bytes(self) -> FlatState:
+        memory = FlatState(self._tensors)
         if memory.table.encoded != self.table.encoded:
             difference = self.table.difference(memory.table)
             raise Withdrawn(f"the tensors were changed since they were offered: {difference}")
@@ -206,6 +175,7 @@ class StateServer(Holder):
             )
         self._rank, self._whose = rank, f"logical rank {rank} of replica {replica}"
         self._known: tuple[dict[str, torch.Tensor], Table] | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Threads of connections read both, which are replaced as a whole.
         self._offer: StateOffer | None = None  # stays here until its withdrawal is complete
         self._words: tuple[Mark, bytes] | None = None
@@ -241,7 +211,7 @@ class StateServer(Holder):
         self.withdraw()
         table = self._table(tensors)
         mark, content = Mark(self._rank, step, lineage), _encoded(envelope)
-        self._offer = StateOffer(mark, self._whose, content, table, dict(tensors), prepare(tensors))
+        self._offer = StateOffer(mark, self._whose, content, table, dict(tensors), self._streams)
         self._words = mark, content
 
     def withdraw(self, wait_s: float = 0.0) -> list[Visit]:

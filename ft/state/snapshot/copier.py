@@ -86,6 +86,8 @@ class _Batch:
         last: index after the last chunk.
         targets: pieces of the host buffer.
         sources: pieces of live tensors, one for each target.
+        beside: (target, source) of tensors in host memory where the others are on a device, as with an optimizer whose
+            state is offloaded; the copier's thread copies them.
     """
 
     part: SlotPart
@@ -93,6 +95,15 @@ class _Batch:
     last: int
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
+    beside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, target: torch.Tensor, source: torch.Tensor, device: torch.device | None) -> None:
+        """Add a copy. ``device``: device of the plan, None if all tensors are in host memory."""
+        if device is not None and source.device.type == "cpu":
+            self.beside.append((target, source))
+        else:
+            self.targets.append(target)
+            self.sources.append(source)
 
 
 class CopyPlan:
@@ -107,7 +118,7 @@ class CopyPlan:
         live = {name: list(tensors.values()) for name, tensors in sections.items()}
         self.device = device_of(sections)
         size = CHUNK if self.device is None else _DEVICE_BATCH
-        self.batches = [b for name, part in self.parts.items() for b in _batches(part, live[name], size)]
+        self.batches = [b for name, part in self.parts.items() for b in _batches(part, live[name], size, self.device)]
         self.nbytes = sum(part.table.nbytes for part in self.parts.values())
 
     def fits(self, slot: Slot, sections: Sections) -> bool:
@@ -117,7 +128,7 @@ class CopyPlan:
         )
 
 
-def _batches(part: SlotPart, tensors: Sequence[torch.Tensor], size: int) -> list[_Batch]:
+def _batches(part: SlotPart, tensors: Sequence[torch.Tensor], size: int, device: torch.device | None) -> list[_Batch]:
     count = -(-part.table.nbytes // size)
     per_batch, chunks = size // CHUNK, len(part.checksums)
     batches = [_Batch(part, i * per_batch, min((i + 1) * per_batch, chunks)) for i in range(count)]
@@ -126,16 +137,14 @@ def _batches(part: SlotPart, tensors: Sequence[torch.Tensor], size: int) -> list
             continue
         source = tensor.detach()
         if not source.is_contiguous():  # cannot be split: copied as a whole, before the first chunk that it touches
-            batches[entry.offset // size].targets.append(target)
-            batches[entry.offset // size].sources.append(source)
+            batches[entry.offset // size].add(target, source, device)
             continue
         source, target, item = source.view(-1), target.view(-1), source.element_size()
         begin = 0
         while begin < source.numel():
             at = entry.offset + begin * item
             end = min(source.numel(), begin + ((at // size + 1) * size - at) // item)
-            batches[at // size].targets.append(target[begin:end])
-            batches[at // size].sources.append(source[begin:end])
+            batches[at // size].add(target[begin:end], source[begin:end], device)
             begin = end
     return batches
 
@@ -171,7 +180,7 @@ class Copier:
 
     def _queue_on_device(self, plan: CopyPlan, device: torch.device) -> list[torch.cuda.Event]:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = devices.side_stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         events = []
@@ -209,6 +218,8 @@ def _fill(plan: CopyPlan, events: Sequence[torch.cuda.Event | None], progress: C
             event.synchronize()
         elif batch.targets:
             torch._foreach_copy_(batch.targets, batch.sources)
+        for target, source in batch.beside:
+            target.copy_(source)
         for index in range(batch.first, batch.last):
             batch.part.seal(index)
         if batch.last % _CHUNKS_PER_NOTICE == 0 or batch.last == len(batch.part.checksums):

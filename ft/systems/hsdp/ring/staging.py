@@ -11,6 +11,8 @@ there. ``waiting`` has sums that wait to be sent on (reduce-scatter).
 """
 
 import contextlib
+import importlib.util
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,13 +39,19 @@ def add_in_passes(
         also.copy_(into, non_blocking=True)
 
 
-def best_add() -> Add:
-    """Return the fused kernel if Triton is installed, else :func:`add_in_passes`."""
-    with contextlib.suppress(ImportError):
+def best_add(device: torch.device) -> Add:
+    """Return the fused kernel if Triton is installed and can compile it here, else :func:`add_in_passes`."""
+    if importlib.util.find_spec("triton") is None:
+        return add_in_passes
+    try:
         from ft.systems.hsdp.ring.fused import add
 
-        return add
-    return add_in_passes
+        some = torch.zeros(16, device=device)
+        add(some, some, 1.0, some, None)
+    except Exception as error:  # Triton passes on any exception of its compiler and of the C compiler
+        print(f"ft: sums of the ring take several passes, slower: Triton gave {error}", file=sys.stderr)
+        return add_in_passes
+    return add
 
 
 def when_queued(device: torch.device) -> Callable[[], None]:
@@ -67,7 +75,7 @@ class Staging:
 
     def __init__(self, device: torch.device, options: RingOptions):
         devices.enter(device)
-        self.device, self.stream, self.add = device, torch.cuda.Stream(device), best_add()
+        self.device, self.stream, self.add = device, devices.side_stream(device), best_add(device)
         self.slots = 2 * options.chunks
         self.first, self.received, self.waiting = (
             torch.zeros(rows, options.chunk_bytes // 4, pin_memory=True)
