@@ -185,3 +185,5 @@ def test_results_are_what_was_returned_or_else_written():
     assert results(call_of(aten.exp.default, (x,)), x.exp())[0].shape == x.shape
     lists = [normal(3), normal(2)]
     assert results(call_of(aten._foreach_mul_.Scalar, (lists, 2.0)), None) == lists
+    attention = call_of(aten._scaled_dot_product_flash_attention.default, (x, x, x))
+    assert results(attention, (x, x, None, None, 3, 3, normal(2), normal(1))) == [x, x], "only dropout writes the rest"

@@ -23,7 +23,7 @@ the gradient that another use has started, on other streams, by state that belon
 
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
+    """Yield (problem, fix); see ``checks`` of :class:`ft.protection.table.ProtectionEntry`."""
     asked = options.fault_tolerance
     if not asked.intercepts_operators:
         if asked.ft_dmr_unstable is not None:

@@ -7,7 +7,7 @@ from ft.base.errors import Problem
 
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
+    """Yield (problem, fix); see ``checks`` of :class:`ft.protection.table.ProtectionEntry`."""
     wanted, factor = options.fault_tolerance.ft_snapshot_peers, options.fault_tolerance.ft_evict_stragglers
     if factor is not None and not factor > 1.0:
         yield (

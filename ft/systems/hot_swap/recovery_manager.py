@@ -88,7 +88,7 @@ class Breakage:
         that the last collective hangs.
         """
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+        dist.all_reduce(torch.zeros(1, device=patches.platform().device), group=group, async_op=True)
 
     def _break_the_device(self, fault: Fault) -> None:
         if self.session.faulty_device is None:

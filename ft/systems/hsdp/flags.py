@@ -10,7 +10,7 @@ _FP32_GRADIENTS = "param_name_patterns_for_fp32_local_accumulation"
 
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`. ``grid``: of one replica."""
+    """Yield (problem, fix); see ``checks`` of :class:`ft.protection.table.ProtectionEntry`. ``grid``: of a replica."""
     if not replicas:
         return
     training = options.training

@@ -66,6 +66,8 @@ class ProfilingEngine(Engine):
 WARM_UP, TIMED = 2, 5
 ITERATIONS = WARM_UP + 1 + TIMED
 """Number of training steps after which the profile is complete and the run ends."""
+_USABLE = 0.95
+"""Share of the memory of torch's allocator that tensors can fill; the rest is lost to fragmentation."""
 
 
 class Profiling(Layer):
@@ -141,6 +143,16 @@ def _median(times: Sequence[Timed]) -> Timed:
     return Timed(statistics.median(time.gap_us for time in times), statistics.median(time.us for time in times))
 
 
+def _budget(device: torch.device) -> float | None:
+    """Return the bytes that tensors may take on a GPU beside what CUDA, NCCL and libraries use there after some steps;
+    None for a CPU, whose memory is shared with other processes.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return _USABLE * (free + torch.cuda.memory_reserved(device))
+
+
 def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profiling:
     """Install the profiler, after model and optimizer are built, and return its layer. Call it on all ranks, with
     ``WITH_DMR`` patches.
@@ -155,8 +167,6 @@ def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profil
     chunks = trainer.chunks
     device = next(chunks[0].parameters()).device
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
-    # The memory of a CPU is shared with other processes.
-    budget = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
     cursor = ExecutionCursor()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     recorder = Recorder(
@@ -171,7 +181,7 @@ def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profil
     fingerprint = trainer.fingerprint()
 
     def write(records: Sequence[StageRecord]) -> None:
-        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, budget, left_out))
+        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, _budget(device), left_out))
 
     said = f"the profile is complete: {path}"
     profiling = Profiling(trainer, recorder, engine, _reports_for_stage(), write, lambda: trainer.end(said))

@@ -166,7 +166,7 @@ class DoubleExecutionMode(TorchDispatchMode):
             out = execute(func, args, kwargs)
             ours = results(call, out)
             self.disturb(PRIMARY, kind.name, ours)
-            again = again if kind.written else tensors_in(execute_again(call, state))
+            again = again if kind.written else results(call, execute_again(call, state))
             self.disturb(CHECKER, kind.name, again)
         self._compare(call, index, ours, again)
         return out
@@ -182,10 +182,10 @@ class DoubleExecutionMode(TorchDispatchMode):
     def _later(self, call: Call, index: int, decision: Decision) -> Any:
         state = state_before(call)
         out = execute(call.func, call.args, call.kwargs)
-        outs = tensors_in(out)
+        outs = results(call, out)
         self.disturb(PRIMARY, call.kind.name, outs)
         if not self._queue.put(Execution(self._cursor.at(call.kind.name, index), call, out, state), decision):
-            self._compare(call, index, outs, tensors_in(execute_again(call, state)))
+            self._compare(call, index, outs, results(call, execute_again(call, state)))
         return out
 
     def disturb(self, execution: str, operator: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -33,9 +33,17 @@ _NOT_EXECUTED = frozenset(
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _OF_TORCH = frozenset(("aten", "prim", "prims", "rngprims", "inductor", "quantized", *COMMUNICATION_NAMESPACES))
-"""Namespaces whose operators torch itself implements; they write all memory that they return."""
+"""Namespaces whose operators torch itself implements; they write all memory that they return, but ``_ATTENTION``."""
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
+_ATTENTION = frozenset(
+    (
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_flash_attention_forward", "_efficient_attention_forward"),
+    )
+)
+"""Operators that write their first two results. On a GPU they return further memory, of random states, which is written
+only with dropout (``mha_fwd``, flash_api.cpp)."""
 
 _RUNNING = ("running_mean", "running_var")
 _UNMARKED = {
@@ -264,7 +272,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def results(call: Call, out: Any) -> list[torch.Tensor]:
     """Return the results of an execution: the tensors that it wrote to, and those that it returned besides."""
     if not call.kind.written:
-        return tensors_in(out)
+        return tensors_in(out)[: 2 if call.kind.name in _ATTENTION else None]
     return [*tensors_in(written(call)), *_made(call.kind, out)]
 
 

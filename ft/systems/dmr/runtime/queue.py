@@ -176,7 +176,7 @@ def entry(done: Execution, due: int) -> DeferredOperator:
     """Return the entry of an operator that has just been executed."""
     at, (kind, func, args, kwargs), out, state = done
     call = Call(kind, func, *mapped(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
-    outs = [tensor.detach() for tensor in tensors_in(out)]
+    outs = [tensor.detach() for tensor in results(call, out)]
     kept = tensors_in((call.args, call.kwargs, outs))
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
     return DeferredOperator(
