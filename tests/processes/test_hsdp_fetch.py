@@ -208,5 +208,5 @@ def test_a_withdrawal_returns_only_when_nobody_reads_any_more(aside):
             time.sleep(0.05)
             assert not withdrawing.done()
         withdrawing.result(WAIT_S)
-        with pytest.raises(Withdrawn), offer.reading(FramedChannel(here, 1.0)):
-            pass
+        with pytest.raises(Withdrawn):
+            offer.reading(FramedChannel(here, 1.0)).__enter__()

@@ -69,7 +69,7 @@ def test_the_share_of_a_source_that_is_killed_or_stopped_in_the_middle_comes_fro
     once = once_past(2 << 20, lambda: (doomed.signal(number), gate.opened.set()))
     middle, later = opened(closing, Proxy(doomed.address, once)), opened(closing, Proxy(good.address, gate))
     into = blank(live)
-    found = get([middle, later], into, stall_s=WAIT_S if number == signal.SIGKILL else 2.0)
+    found = get([middle, later], into, stall_s=WAIT_S if number == signal.SIGKILL else 5.0)
     assert equal(live, into)
     assert middle.address in found.left
     assert found.per_source[later.address] > found.per_source[middle.address]

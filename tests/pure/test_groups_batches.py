@@ -245,17 +245,20 @@ def test_a_batch_with_a_message_that_fails_is_closed(monkeypatch):
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_a_block_that_an_exception_leaves_is_ended_and_no_abort_begins_before(monkeypatch, is_closed):
-    """NCCL's block belongs to the thread: what it launches later, in any group, would otherwise never start."""
     monkeypatch.setattr(groups, "wrap", lambda connections, rank, size: connections[0].backend)
     monkeypatch.setattr(groups, "_device_type", lambda values: "cuda")
     backend = Broken(Wires(2, eager=True), 0)
     group = made("pp", [0, 1], 0, backend)
     group._start_coalescing(torch.device("cuda", 0))
-    assert not at_once(lambda _: group.connections()[0].launching.acquire(blocking=False), [0])[0]
+    launching = group.connections()[0].launching
+    assert not at_once(lambda _: launching.acquire(blocking=False), [0])[0]
     group.state.closed = (0, "a rank died") if is_closed else None
     with pytest.raises(EpochClosed if is_closed else RecoverableError):
         group.recv([torch.zeros(1)], 1)
-    assert backend.ended and at_once(lambda _: group.connections()[0].launching.acquire(blocking=False), [0])[0]
+    assert backend.ended and at_once(lambda _: launching.acquire(blocking=False), [0])[0]
+    group._block = backend, torch.device("cuda", 0), -1  # of a thread that has ended with the lock, as that above
+    group.forget_block()
+    assert at_once(lambda _: group.connections()[0].launching.acquire(blocking=False), [0])[0]
 
 
 def test_a_single_message_that_hangs_on_a_device_is_found_although_its_work_is_dropped(monkeypatch):

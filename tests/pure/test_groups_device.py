@@ -283,8 +283,7 @@ def test_the_programs_options_and_the_groups_name_reach_every_backend_of_a_group
     made = worker.groups.new_group([0, 1], timedelta(seconds=5), "tp7", "TP", "nccl", given)
     for _ in range(2):  # at the start and after a recovery
         fake_nccl.MakesCommunicator.members = fake_nccl.Members(1)
-        store = dist.HashStore()
-        backend = made.connectors["cuda"].connect(store, None, lambda: False).backend
+        backend = made.connectors["cuda"].connect(store := dist.HashStore(), None, lambda: False).backend
         assert backend.options.is_high_priority_stream and backend.options.config.max_ctas == 8
         assert (backend.options.group_name, backend.options.global_ranks_in_group) == ("tp7", [0, 1])
         assert (backend.options._timeout, backend.options.config.blocking) == (timedelta(seconds=5), 0)

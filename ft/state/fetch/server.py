@@ -37,7 +37,7 @@ class StateOffer(Held):
         whose: logical rank and replica whose state it is, in words.
         envelope: JSON values that accompany the tensors, encoded.
         table: layout of the tensors.
-        tensors: the live tensors. Work that is queued on the current streams of their devices may still change them.
+        tensors: the live tensors. Copies wait for the work that is queued on their devices' current streams now.
         streams: device -> stream on which its tensors are copied to host memory; what is missing is added.
     """
 

@@ -28,7 +28,8 @@ MOST_IN_MESH = 2 * FAN_OUT + 1
 32 connections take less time than the lazy initialization with its barrier (measured with ``tools/bench/rebuild.py``).
 """
 _LAUNCH_S = 1.0
-"""Longest wait of an abort for a thread that launches several operations as one, which takes well below 1 ms."""
+"""Longest wait of an abort for a thread that launches several operations as one. It takes well below 1 ms, unless NCCL
+connects to another rank meanwhile."""
 _SLICE = timedelta(milliseconds=20)
 _BARRIER = timedelta(seconds=30)
 """Timeout of the first barrier. All its members have reached the barrier when it begins."""
@@ -400,8 +401,8 @@ def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")
     # torch's flight recorder keeps the events of operations that were not queued because of an abort; a dump would read
     # them after they are gone.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(os.environ):
+        os.environ |= {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
     if dist.is_nccl_available():
         found = {**releases.installed(), releases.NCCL: torch.cuda.nccl.version()}
         for fault in releases.known_faults(found, os.environ):

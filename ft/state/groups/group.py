@@ -72,7 +72,7 @@ class Group(dist.ProcessGroup):
         self._flight: dict[int, GroupWork | weakref.ref[GroupWork]] = {}
         self._before: Place | None = None
         self._launching = threading.RLock()
-        self._block: tuple[dist.ProcessGroup | Local, torch.device, int] | None = None
+        self._block: tuple[dist.ProcessGroup, torch.device, int] | None = None
         self.interrupted = self._used = False
         self._prune_at = _PRUNE_AT
         self._reset_counts()
@@ -397,22 +397,24 @@ class Group(dist.ProcessGroup):
         return self._collectives[0]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        inner: Any = self._local or self._connected_for((), {})
-        self._launching.acquire()
-        self._block = inner, device, threading.get_ident()
         try:
+            if self._local is None:
+                inner = self._connected_for((), {})
+                self._launching.acquire()
+                self._block = inner, device, threading.get_ident()
+                inner._start_coalescing(device)
             self.refuse_if_closed()
-            inner._start_coalescing(device)
         except Exception:
             self.end_block()
             raise
 
     def _end_coalescing(self, device: torch.device) -> dist.Work | None:  # type: ignore[override]
-        work = self._start(GroupWork(self), (self._collectives, 0), "_end_coalescing", (device,), {})
-        if self._block is not None:
-            self._block = None
-            self._launching.release()
-        return work
+        try:
+            return self._start(GroupWork(self), (self._collectives, 0), "_end_coalescing", (device,), {})
+        finally:
+            if self._block is not None:
+                self._block = None
+                self._launching.release()
 
     def end_block(self) -> None:
         """End a block of operations of this thread that are launched together and that an exception has left.
@@ -430,9 +432,20 @@ class Group(dist.ProcessGroup):
             inner._end_coalescing(device)
         self._launching.release()
 
+    def forget_block(self) -> None:
+        """End a block that an exception has left; one of another thread, which may have ended, is not waited for."""
+        self.end_block()
+        if self._block is not None:
+            self._block, self._launching = None, threading.RLock()
+            for connection in self._connections.values():
+                connection.launching = self._launching
+
     @contextlib.contextmanager
     def launches_together(self) -> Iterator[None]:
-        """Return a context for a launch of several operations as one; no communicator is freed in the middle of it."""
+        """Return a context for a launch of several operations as one, in the middle of which no abort begins.
+
+        An abort does not wait for a launch that takes longer than 1 s, because it connects to a lost worker.
+        """
         with self._launching:
             self.refuse_if_closed()
             yield

@@ -317,9 +317,9 @@ class Groups:
         Raises:
             AbortError: a communicator was not aborted, so that this worker has to be replaced.
         """
-        self._state.settle()
         for group in self._groups.values():
-            group.end_block()
+            group.forget_block()
+        self._state.settle()
         interrupted = [group for group in self._groups.values() if group.interrupted]
         interrupt_together([one for group in interrupted for one in group.connections()])
         for group in interrupted:

@@ -112,7 +112,7 @@ def _add_plan(subparsers) -> None:
         "--memory-budget",
         type=argument(size),
         metavar="SIZE",
-        help="memory budget of one device, such as 80GB, or bytes; default: that of the profile",
+        help="memory budget of one device, such as 70GB, or bytes; default: that of the profile",
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan to this file")
     parser.add_argument("--phases", type=int, default=PHASES, choices=range(PHASES + 1), help="phases; 0: naive alone")
@@ -148,7 +148,7 @@ def run_plan(given: argparse.Namespace) -> int:
         trace = without_checking(trace, read_unstable(Path(given.unstable)).operators)
     budget = given.memory_budget or trace.memory.budget
     if budget is None:
-        raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 80GB")
+        raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 70GB")
     if given.known and given.phases < PHASES:
         raise UserError("an earlier plan has all phases, but fewer phases are requested", "remove --known or --phases")
     kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)

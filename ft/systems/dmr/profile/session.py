@@ -75,7 +75,7 @@ class Profiling(Layer):
 
     Args:
         reports: whether this rank's record is the one of its stage.
-        write: assembles and writes the profile from the records of all stages, on rank 0.
+        write: assembles and writes the profile from the records of all stages and the memory budget, on rank 0.
         end: ends the run after the current step. All ranks call it in the same step.
     """
 
@@ -85,7 +85,7 @@ class Profiling(Layer):
         recorder: Recorder,
         engine: ProfilingEngine,
         reports: bool,
-        write: Callable[[Sequence[StageRecord]], None],
+        write: Callable[[Sequence[StageRecord], float | None], None],
         end: Callable[[], None],
     ):
         self._trainer, self._recorder, self._engine, self._reports = trainer, recorder, engine, reports
@@ -122,9 +122,11 @@ class Profiling(Layer):
     def _collect(self) -> None:
         mine = replace(self._recorder.notes, times=self._medians()) if self._reports else None
         collected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, collected)
+        dist.gather_object((mine, _budget(next(self._trainer.chunks[0].parameters()).device)), collected)
         if collected is not None:
-            self._write(sorted((each for each in collected if each is not None), key=lambda each: each.stage))
+            notes, budgets = zip(*collected, strict=True)
+            budget = min((each for each in budgets if each is not None), default=None)
+            self._write(sorted((each for each in notes if each is not None), key=lambda each: each.stage), budget)
 
     def _medians(self) -> tuple[Timed, ...]:
         """Return the times of each event of the fully recorded iteration: the medians over the timed iterations.
@@ -180,8 +182,8 @@ def install(path: Path, trainer: Trainer, unstable: str | None = None) -> Profil
     # Taken before training, as a run with a plan takes its own: NVIDIA's trainer changes arguments while it trains.
     fingerprint = trainer.fingerprint()
 
-    def write(records: Sequence[StageRecord]) -> None:
-        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, _budget(device), left_out))
+    def write(records: Sequence[StageRecord], budget: float | None) -> None:
+        write_trace(path, assemble(records, pipeline, measure(device), fingerprint, budget, left_out))
 
     said = f"the profile is complete: {path}"
     profiling = Profiling(trainer, recorder, engine, _reports_for_stage(), write, lambda: trainer.end(said))

@@ -40,6 +40,7 @@ _ATTENTION = frozenset(
     (
         *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
         *("_scaled_dot_product_cudnn_attention", "_flash_attention_forward", "_efficient_attention_forward"),
+        "_cudnn_attention_forward",
     )
 )
 """Operators that write their first two results. On a GPU they return further memory, of random states, which is written
@@ -272,8 +273,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def results(call: Call, out: Any) -> list[torch.Tensor]:
     """Return the results of an execution: the tensors that it wrote to, and those that it returned besides."""
     if not call.kind.written:
-        return tensors_in(out)[: 2 if call.kind.name in _ATTENTION else None]
+        return returned(call.kind, out)
     return [*tensors_in(written(call)), *_made(call.kind, out)]
+
+
+def returned(kind: OperatorProperties, out: Any) -> list[torch.Tensor]:
+    """Return the tensors among an operator's results ``out`` that it always writes."""
+    return tensors_in(out)[: 2 if kind.name.partition(".")[0] in _ATTENTION else None]
 
 
 def _made(kind: OperatorProperties, out: Any) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ft.systems.dmr.plan import online
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
-from ft.systems.dmr.runtime.operators import Call, execute_again, results, tensors_in
+from ft.systems.dmr.runtime.operators import Call, execute_again, results, returned, tensors_in
 from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment
 
 _T = TypeVar("_T")
@@ -330,7 +330,7 @@ class Replay:
         self._streams.add(current(tensors_in((args, kwargs, out))))
         step = Call(kind, func, *mapped(torch.Tensor, self._refer, (args, kwargs)))
         self._steps.append((Execution(at, step, None, state), compares))
-        for number, tensor in enumerate(tensors_in(out)):
+        for number, tensor in enumerate(returned(kind, out)):
             storage = tensor.untyped_storage()
             # The weak reference prevents the allocator from reusing the address of the storage.
             self._makers[storage._cdata] = (StorageWeakRef(storage), len(self._steps) - 1, number, tensor.dtype)
