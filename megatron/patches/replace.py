@@ -1,4 +1,4 @@
-"""Replaces symbols of loaded modules, which it records, and attributes of single objects.
+"""Replaces symbols of loaded modules and records them; it also replaces attributes of single objects.
 
 A replaced attribute does not outlive its object. Only the modules in ``manifest.ELSEWHERE`` replace symbols, too.
 """

@@ -57,7 +57,7 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
             set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
             set_known(group, is_first_batch=True, is_last_microbatch=True)
             set_known(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
-        chunk.zero_grad_buffer()  # after it, as core takes the counts of a first batch for complete
+        chunk.zero_grad_buffer()  # last: core would take the counts of a first batch for complete
         chunk.module.zero_grad()
     optimizer.zero_grad()
     clear_cached_collective_results(optimizer)

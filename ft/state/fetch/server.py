@@ -38,7 +38,7 @@ class StateOffer(Held):
         envelope: JSON values that accompany the tensors, encoded.
         table: layout of the tensors.
         tensors: the live tensors. Copies wait for the work that is queued on their devices' current streams now.
-        streams: device -> stream on which its tensors are copied to host memory; what is missing is added.
+        streams: device -> stream on which its tensors are copied to host memory. Missing ones are added.
     """
 
     def __init__(

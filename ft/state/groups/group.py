@@ -417,7 +417,7 @@ class Group(dist.ProcessGroup):
                 self._launching.release()
 
     def end_block(self) -> None:
-        """End a block of operations of this thread that are launched together and that an exception has left.
+        """End the coalescing block (operations launched together) that an exception has left open in this thread.
 
         torch ends it only if no exception leaves it, and would go on to collect the group's operations instead of
         starting them. NCCL's blocks belong to a thread: whatever the thread launches would only be queued, in all
@@ -442,9 +442,9 @@ class Group(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def launches_together(self) -> Iterator[None]:
-        """Return a context for a launch of several operations as one, in the middle of which no abort begins.
+        """Return a context in which the calling thread launches several operations together.
 
-        An abort does not wait for a launch that takes longer than 1 s, because it connects to a lost worker.
+        An abort waits up to 1 s for its end. A launch may take longer if NCCL connects to a lost worker in it.
         """
         with self._launching:
             self.refuse_if_closed()

@@ -146,8 +146,8 @@ def _median(times: Sequence[Timed]) -> Timed:
 
 
 def _budget(device: torch.device) -> float | None:
-    """Return the bytes that tensors may take on a GPU beside what CUDA, NCCL and libraries use there after some steps;
-    None for a CPU, whose memory is shared with other processes.
+    """Return how many bytes tensors may take on a GPU, without those that CUDA, NCCL and libraries hold now.
+    Return None for a CPU, because other processes share its memory.
     """
     if device.type != "cuda":
         return None

@@ -33,7 +33,7 @@ _NOT_EXECUTED = frozenset(
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _OF_TORCH = frozenset(("aten", "prim", "prims", "rngprims", "inductor", "quantized", *COMMUNICATION_NAMESPACES))
-"""Namespaces whose operators torch itself implements; they write all memory that they return, but ``_ATTENTION``."""
+"""Namespaces of operators that torch implements. They write all memory that they return, except ``_ATTENTION``."""
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
 _ATTENTION = frozenset(
