@@ -5,6 +5,8 @@ import small_runs
 from replica_runs import Done, flags, train
 from test_hsdp_run import DISTRIBUTED, SLOWLY, happened
 
+from ft.base import events
+
 SPARE = "--ft-spare-redundancy 2"
 STEPS = 30
 CLOSE, BOUND = 2e-3, 2e-2
@@ -31,19 +33,19 @@ def judge(done: Done, whole: list[float], failures: int) -> None:
 
 @pytest.mark.newest
 def test_lost_groups_cost_no_sample_and_come_back(corpus, whole, tmp_path):
-    inject = f"kill@replica=1:step=10:rank=0:phase=backward,kill@replica=2:step=20:rank=0:phase=optimizer,{SLOWLY}"
-    done = train(
-        tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=f"{SPARE} --inject {inject}"
-    )
+    lost = "kill@replica=1:step=10:rank=0:phase=backward,kill@replica=2:step=20:rank=0:phase=optimizer"
+    options = f"{SPARE} --inject {lost},{SLOWLY}"
+    done = train(tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=options)
     happened(done, 2)
     judge(done, whole, 2)
     steps = done.proof.lineage.steps
-    assert any(step.commit.behind for step in steps), f"nobody has come back\n{done.explain()}"
-    if not any(1 in step.commit.healthy for step in steps[10:19]):
+    assert any(done.of(group, events.CAUGHT_UP) for group in (1, 2)), f"nobody has come back\n{done.explain()}"
+    if not any(1 in step.commit.healthy for step in steps[9:19]):
         pytest.skip("the second group was lost before the first one was back, which a test of wipe-outs has")
-    assert {step.commit.stack for step in steps} == {1, 2}, done.explain()
-    patched = [step.commit for step in steps if step.commit.patch]
-    assert [commit.patch for commit in patched] == [(1,), (2,)], done.explain()
+    # A group can be back before the step that it was lost in is done anew: nothing is patched then.
+    expected = [(group,) for group, step in ((1, 10), (2, 21)) if group not in steps[step - 1].commit.healthy]
+    assert [step.commit.patch for step in steps if step.commit.patch] == expected, done.explain()
+    assert not expected or {step.commit.stack for step in steps} == {1, 2}, done.explain()
 
 
 def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_path):
@@ -52,6 +54,8 @@ def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_
     done = train(tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=options)
     happened(done, 2)
     judge(done, whole, 0)
+    if done.proof.lineage.steps[9].commit.healthy != (0,):
+        pytest.skip("a lost group was back before the step was done anew")
     adopted = [step.commit for step in done.proof.lineage.steps if step.commit.adopted]
     assert adopted and {commit.adopted for commit in adopted} == {(2,)}, done.explain()
     assert all(commit.owners[2] == 0 for commit in adopted)

@@ -22,8 +22,7 @@ def test_a_slow_worker_is_named_and_those_that_wait_for_it_are_not(corpus, tmp_p
     whole, own = (list(values[-1]) for values in ([s.step_ms for s in spans], [s.own_ms for s in spans]))
     assert max(whole) < 1.5 * min(whole), "all ranks wait for the slow one"
     assert own[2] > 1.5 * max(own[0], own[1], own[3]), (own, done.explain())
-    status = _ft("status", done.folder)
-    assert "straggler  rank 2 (n0.w2): its own work takes" in status
+    assert "straggler  rank 2 (n0.w2): its own work takes" in _ft("status", done.folder)
     _ft("report", done.folder)
     report = (done.folder / "report.html").read_text()
     assert "Ranks: own work and waiting" in report and "it kept its place" in report

@@ -73,8 +73,7 @@ def test_a_loader_goes_over_to_another_stream():
     follow(later, positions[1])
     assert take(ours, 2) == [[14, 15], [20, 21]]
     assert follow.position == 4
-    rest = take(ours, 3)
-    assert rest == [[26, 27], [32, 33], [38, 39]]
+    assert take(ours, 3) == [[26, 27], [32, 33], [38, 39]]
     with pytest.raises(UserError, match="the dataset has 10 samples; after 10"):
         next(ours)
     assert Follower([None], 0).position is None

@@ -48,8 +48,7 @@ def test_where_nodes_stand_is_in_every_map_and_who_held_which_copy_in_every_repa
     world.begin(world.start_workers())
     for rank in range(4):
         world.say(m.Observed("layout", {"copies": {str(rank): [(rank + 2) % 4]}}))
-    orders = world.kill(2)
-    seats = opened(orders).seats
+    seats = opened(world.kill(2)).seats
     assert {rank: seat.domains["rack"] for rank, seat in seats.items() if rank < 2} == {0: "r0", 1: "r0"}
     world.release(0, 1, 3)
     repair = only(world.arrive(), m.Repair)

@@ -233,8 +233,7 @@ def test_the_same_losses_give_the_same_layout_and_a_saved_state_goes_on_alike():
 
 
 def test_losing_nobody_changes_nothing():
-    kept = controller(7, 3)
-    done = kept.lose([])
+    done = controller(7, 3).lose([])
     assert (done.stack, done.phase, done.moves, done.patch_types) == (1, 0, (), ())
 
 
