@@ -10,6 +10,7 @@ import replica_runs
 from agent_jobs import ft
 from ft_runs import Running, flags, ft_run
 from replica_runs import Replicas
+from waiting import eventually
 
 from ft.base import events
 
@@ -102,8 +103,7 @@ def test_of_all_replicas_the_rank_is_named_for_which_the_others_wait_in_their_ri
     try:
         log = run.folder / "replica-1" / "events.jsonl"
         run.wait_for(lambda: any(event.name == events.FAULT_INJECTED for event in events.read(log)))
-        time.sleep(2)  # the others are in the operation in which they wait
-        code, found = diagnose(run.folder)
+        code, found = eventually(lambda: len(waits((seen := diagnose(run.folder))[1])) == 5 and seen)
         said = command(run.folder, "--picture", tmp_path / "hang.png").stdout
         alone = diagnose(run.folder / "replica-2")
         own = diagnose(run.folder / "replica-1")
@@ -140,8 +140,7 @@ def test_a_stopped_quorum_server_is_named_and_a_run_that_goes_on_has_no_cause(co
         run.wait_for(lambda: run.step() >= 3)
         before = diagnose(run.folder)
         os.kill(run.server(), signal.SIGSTOP)
-        time.sleep(2)  # its leaders have noticed that it is silent
-        code, found = diagnose(run.folder)
+        code, found = eventually(lambda: len(waits((seen := diagnose(run.folder))[1])) == 3 and seen)
         os.kill(run.server(), signal.SIGCONT)
     finally:
         run.stop()

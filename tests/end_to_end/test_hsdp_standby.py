@@ -17,7 +17,7 @@ def undisturbed(corpus, tmp_path_factory) -> list[float]:
     """The losses of a run without a fault."""
     flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", STEPS)
     done = train(tmp_path_factory.mktemp("undisturbed") / "run", flags, replicas=3, nproc=6, options="--standby 1")
-    assert done.code == 0, done.explain()
+    done.check(STEPS, 0)
     return done.losses_of(0)
 
 

@@ -29,8 +29,7 @@ def test_a_slow_worker_is_named_and_those_that_wait_for_it_are_not(corpus, tmp_p
 
 
 def test_a_slow_worker_is_replaced_and_the_losses_are_those_without(corpus, reference, tmp_path):
-    given = f"{LAYOUT} --ft-evict-stragglers 1.5"
-    done = ft_run(tmp_path / "run", flags(corpus, given, 70), options=SLOW)
+    done = ft_run(tmp_path / "run", flags(corpus, f"{LAYOUT} --ft-evict-stragglers 1.5", 70), options=SLOW)
     assert done.code == 0, done.explain()
     (fault,) = done.named("fault_detected")
     assert (fault.detail["category"], fault.detail["action"], fault.rank) == ("straggler", "replace", 2)

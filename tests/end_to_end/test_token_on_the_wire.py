@@ -51,7 +51,7 @@ def test_a_run_with_replicas_of_which_one_returns(recording, corpus, tmp_path):
         replica_runs.flags(corpus, "--use-distributed-optimizer", steps=16),
         replicas=2,
         nproc=2,
-        options="--inject kill@replica=1:step=3:rank=0:phase=backward,slow@replica=0:step=2:rank=0:factor=2:for=300s",
+        options="--inject kill@replica=1:step=3:rank=0:phase=backward,slow@replica=0:step=2:rank=0:factor=6:for=300s",
     )
     done = run.wait()
     assert done.code == 0 and done.injected(), done.explain()

@@ -180,7 +180,7 @@ def flags(corpus: str, extra: str = "", steps: int = 12) -> str:
     return f"{runs.BASE} --train-iters {steps} --data-path {corpus} --ft-hot-swap {extra}"
 
 
-def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:
+def leftovers(folder: Path, patience_s: float = 30.0) -> list[psutil.Process]:
     """Return the processes that still belong to the run after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while (found := _of_run(folder)) and time.monotonic() < deadline:

@@ -29,8 +29,7 @@ OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.
 @pytest.mark.parametrize("fan_out", [1, 2, 32])
 def test_a_tree_reaches_every_node_once(nodes, fan_out):
     tree = TreeShape(nodes, fan_out)
-    reached = [child for node in range(nodes) for child in tree.children(node)]
-    assert reached == list(range(1, nodes))
+    assert [child for node in range(nodes) for child in tree.children(node)] == list(range(1, nodes))
     assert all(node in tree.children(tree.parent(node)) for node in range(1, nodes)) and tree.parent(0) is None
     assert TreeShape(1024).depth == 3 and TreeShape(1).depth == 0 and TreeShape(17).depth == 1
 

@@ -156,7 +156,7 @@ def test_a_new_life_is_known_by_its_new_addresses_and_the_old_one_is_refused(ser
 
 
 def test_a_killed_server_s_successor_goes_on_with_what_was_asked(service):
-    _, clients, quorum = service.begin()
+    _, clients, quorum = service.begin(limits={"member_s": LIMIT_S, "start_s": 2 * LIMIT_S})
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
     service.lose_the_server()
@@ -260,7 +260,7 @@ def test_one_that_leaves_waits_for_nothing_more_and_nobody_for_it(service):
 
 
 def test_one_that_is_given_up_is_waited_for_no_more(service):
-    _, clients, quorum = service.begin()
+    _, clients, quorum = service.begin(limits={"member_s": LIMIT_S, "start_s": 2 * LIMIT_S})
     waits = ask(clients[0], after(quorum))
     assert not wait([waits], 0.2).done
     service.ends.append(ReplicaNotice(service.folder, 1, 0, TOKEN, GIVEN_UP, "its input cannot work"))

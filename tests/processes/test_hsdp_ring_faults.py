@@ -13,7 +13,7 @@ from waiting import eventually
 from ft.systems.hsdp.ring import Ring, RingOptions
 
 ELEMENTS = 300_000
-OPTIONS = RingOptions(chunk_bytes=65536, chunks=4, limit_s=3)
+OPTIONS = RingOptions(chunk_bytes=65536, chunks=4, limit_s=10)
 CALM_S = 40.0
 PATIENCE_S = 60
 

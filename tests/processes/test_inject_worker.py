@@ -109,7 +109,7 @@ def test_a_kill_by_the_clock_counts_from_where_training_began(tmp_path):
 
 
 def test_a_hang_stops_the_process_and_ends_by_itself_when_asked_to(tmp_path):
-    process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=0.3)))
+    process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=3)))
     eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
     code, lines = ended(process)
     assert code == 0

@@ -99,10 +99,10 @@ def test_a_worker_that_hangs_up_ends_the_stream_on_both_sides(end):
 
 @pytest.fixture
 def three(monkeypatch):
-    """Three nodes of their own, who declare each other dead after two seconds."""
+    """Three nodes of their own, who declare each other dead after six seconds."""
     need_mpi()
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_detector_period", "0.5")
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_detector_timeout", "2")
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_detector_period", "1")
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_detector_timeout", "6")
     relays = Relays(3)
     yield relays
     relays.close()
@@ -136,7 +136,7 @@ def refusal(network, address: str) -> str:
 
 
 def test_a_stopped_mpi_process_holds_up_nobody_and_is_declared_dead(three):
-    workers, others = Crew(Networks(three), 2, patience_s=1, timeout_s=1), Crew(Networks(three), 3, copies=1)
+    workers, others = Crew(Networks(three), 2, patience_s=4, timeout_s=4), Crew(Networks(three), 3, copies=1)
     others.snaps[0].place({2: others.addresses[2]})
     others.snaps[0].peers = [2]
     workers.step(1)

@@ -127,7 +127,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path, signum):
     process.send_signal(signum)
     output, errors = process.communicate(timeout=180)
     assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum), (output, errors)
-    assert not leftovers(folder, patience_s=10.0)
+    assert not leftovers(folder)
 
 
 SHARED = """

@@ -78,6 +78,7 @@ def test_who_holds_the_interpreter_lock_in_c_shows_its_line(start):
 
 def test_an_agent_puts_the_calls_into_the_inspection(start, tmp_path):
     process, handler = start(REGISTER + HOLD + "hold()\n")
+    eventually(lambda: " hold" in asked(process, handler))
     kept = Inspections(tmp_path, "n0")
     kept.begins(Inspect(1, "a stall", {0: "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
     eventually(lambda: kept.poll() or inspections.numbers(tmp_path))
@@ -145,7 +146,7 @@ def test_a_program_keeps_its_own_handlers(start):
     own = "signal.signal(50, lambda *_: os._exit(3))\nsignal.signal(49, signal.SIG_IGN)\n"
     process, handler = start(own + REGISTER + "say(handler)\nwhile True: time.sleep(0.1)\n")
     assert (handler.signum, handler.everybody) == (48, 47)
-    assert "<module>" in asked(process, handler)
+    assert eventually(lambda: "<module>" in asked(process, handler))
 
 
 def test_children_have_files_of_their_own_or_none(start):
@@ -155,12 +156,11 @@ def test_children_have_files_of_their_own_or_none(start):
         REGISTER + loop + fork + "    of_child()\nos.set_inheritable(1, True)\nsay(handler)\nof_parent()\n"
     )
     (child,) = processes.children(process.pid)
-    time.sleep(0.2)
-    text = asked(process, handler)
+    text = eventually(lambda: asked(process, handler))
     assert "of_parent" in text and "of_child" not in text
     # the descriptors of the child are those of the parent's file and of its own
     mine = Handler(handler.signum, handler.everybody, handler.fd + 1, handler.thread)
-    found = processes.stacks_of({"it": (child, mine)})
+    found = eventually(lambda: processes.stacks_of({"it": (child, mine)}))
     assert "of_child" in found["it"] and "of_parent" not in found["it"]
     assert processes.state(child) not in "ZX"
     os.kill(child, signal.SIGKILL)

@@ -87,8 +87,7 @@ def test_goodput_of_next_to_nothing():
     empty = goodput([], [], [])
     assert (empty.share, empty.step, empty.wall) == (None, None, 0.0)
     assert goodput(steps(10), [], []).share == pytest.approx(1.0)
-    going_on = goodput(steps(100), History().events, [])
-    assert going_on.share == pytest.approx(1.0)
+    assert goodput(steps(100), History().events, []).share == pytest.approx(1.0)
     assert goodput([{"step": 1}, {"step": 2, "step_time_s": "x"}], History().events, []).productive == 0.0
 
 
