@@ -44,8 +44,8 @@ def test_a_node_with_a_memory_error_gets_no_further_worker(corpus, reference, mo
 
 def test_a_standby_that_fails_its_check_is_ended_and_the_run_goes_on(corpus, reference, tmp_path):
     script = str(ROOT / "tests" / "helpers" / "unfit_standby_gpt.py")
-    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 40), script=script, nproc=2, standby=1)
-    assert done.code == 0 and done.losses == reference(2, LAYOUT, 40), done.explain()
+    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, STEPS), script=script, nproc=2, standby=1)
+    assert done.code == 0 and done.losses == reference(2, LAYOUT, STEPS), done.explain()
     (fault,) = done.named("fault_detected")
     assert fault.rank is None and "a copy of 16 MiB has another checksum" in fault.detail["reason"], done.explain()
     assert len(done.named("standby_ready")) == 1, "no other standby is started on this node"

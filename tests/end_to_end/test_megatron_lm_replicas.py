@@ -61,7 +61,7 @@ def logged_by(done: Done, replica: int) -> list[tuple]:
 
 @pytest.mark.parametrize("release", ["0.16", "installed"])
 def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path, release):
-    steps = 14
+    steps = 20
     flags = f"{TWO_STAGES} {steps_of(steps)} --eval-interval 5"
     done = train(
         tmp_path / "run", flags, release, options=f"--inject kill@replica=1:step=4:rank=1:phase=backward,{SLOWLY}"
@@ -76,7 +76,7 @@ def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path, 
 
 @pytest.mark.parametrize("release", ["0.16", "installed"])
 def test_a_standby_takes_a_lost_workers_place_inside_its_replica(tmp_path, release):
-    steps = 10
+    steps = 16
     flags = f"{ONE_RANK} {steps_of(steps)} --use-distributed-optimizer --ft-hot-swap"
     options = f"--standby 1 --inject kill@replica=1:step=4:rank=1,{SLOWLY}"
     done = train(tmp_path / "run", flags, release, options=options)

@@ -7,12 +7,12 @@ import small_runs as runs
 from agent_jobs import ROOT, Job
 from ft_runs import flags
 
-END_S = 30
+END_S = 120
 
 
 def test_faults_at_random_end_no_run(tmp_path, jobs):
     """A thousand faults are planned, and those that come are survived."""
-    faults = "kill@every=exponential(mean=4s):rank=random"
+    faults = "kill@every=exponential(mean=10s):rank=random"
     words = ["--nproc-per-node", 4, "--standby", 1, "--seed", 7, "--inject", faults, "--run-dir", "run"]
     jobs.append(Job(tmp_path, [*words, ROOT / "examples" / "own_trainer.py", "--steps", 60], OMP_NUM_THREADS="1"))
     assert jobs[0].wait(180) == 0 and "step 60: loss" in jobs[0].text(), jobs[0].text()

@@ -23,7 +23,7 @@ from megatron.ft_trainer.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
 STEPS = 80
-START_S, END_S = 120.0, 120.0
+START_S, END_S = 300.0, 300.0
 
 
 @pytest.fixture

@@ -133,9 +133,9 @@ def test_off_means_off(tmp_path):
 
 
 def test_a_driver_that_hangs_delays_nobody_and_is_a_finding(tmp_path, monkeypatch):
-    monkeypatch.setattr(health, "STUCK_S", 0.2)
     watched = Watched(tmp_path / "node", kind=HangingReader, period_s=60.0)
     watched.begin()
+    monkeypatch.setattr(health, "STUCK_S", 0.2)
     began = time.monotonic()
     (report,) = watched.poll_until(1)
     assert time.monotonic() - began < 10
@@ -152,5 +152,5 @@ def test_a_watch_that_breaks_says_so_and_ends(tmp_path):
 
     watched = Watched(tmp_path / "node", kind=Broken)
     watched.begin()
-    watched.poll_for(0.3)
+    eventually(lambda: watched.watch.poll("n0-2", time.monotonic()) or watched.said)
     assert watched.said == ["n0-2: its health is not read any more: MemoryError: none left"] and not watched.posted

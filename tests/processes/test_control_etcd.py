@@ -39,7 +39,7 @@ class OnEtcd(Played):
         self.folder.mkdir()
         keep_on_etcd(self.folder, self._url, "run", TOKEN)
         election.claim(self.folder, self._term, "n0")
-        options = {"world_size": 2, "nodes": 1, "command": ["train.py"], "timeouts": BEHIND_ETCD}
+        options = {"world_size": 2, "command": ["train.py"], "timeouts": BEHIND_ETCD | {"agent_lost_s": 19.0}}
         self.process = sidecar(self.folder, self.log, options, term=self._term)
         self.channel = AgentChannel(eventually(self._standing).where, "n0", TOKEN, LIMIT_S)
         taken = self.channel.taken()
@@ -144,7 +144,7 @@ def test_an_agents_uplink_finds_the_next_control_plane(played, monkeypatch):
         played.kill()
         uplink.post(m.WorkerReady("n1.w0", "n1", "a:3"))
         played.begin()
-        until(lambda: sum(isinstance(what, Linked) for what in came) == 2)
+        until(lambda: sum(isinstance(what, Linked) for what in came) >= 2)
         until(lambda: any("n1.w0" in reason for reason in played.decisions()))
     finally:
         uplink.close()

@@ -221,7 +221,7 @@ def test_somebody_else_listens():
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].sendall(b"220 mail\r\n"), daemon=True).start()
         with pytest.raises(ConnectionError, match="is no store of a run"):
-            StoreConnection(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1.0)
+            StoreConnection(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, LIMIT_S)
 
 
 def test_the_store_ends_with_its_process_and_connections_break(ranks):

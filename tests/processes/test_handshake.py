@@ -20,7 +20,7 @@ from ft.net.handshake import (
     dial,
 )
 
-TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
+TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 30.0
 
 
 def ends(token: str = TOKEN, purpose: str = PURPOSE) -> tuple[Party, Party]:

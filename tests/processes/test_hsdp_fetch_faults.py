@@ -91,12 +91,12 @@ def test_a_source_that_trickles_is_left_for_another(closing):
 
     def trickle(data: bytes, before: int) -> bytes:
         if before > HEADS:
-            time.sleep(0.2)
+            time.sleep(0.5)
         return data
 
     middle = opened(closing, Proxy(slow.address, trickle))
     into = blank(live)
-    found = get([middle, good], into, stall_s=1.0)
+    found = get([middle, good], into, stall_s=4.0)
     assert equal(live, into)
     assert found.per_source[middle.address] < found.per_source[good.address]
 
@@ -127,11 +127,11 @@ def test_flipped_bits_are_never_accepted_and_another_source_makes_good_for_them(
         middle = opened(closing, Proxy(source.address, _flipper(random.Random(seed + turn), rate)))
         into = blank(live)
         with contextlib.suppress(FetchRefused, BadState):
-            get([middle], into, stall_s=2.0)
+            get([middle], into, stall_s=5.0)
             assert equal(live, into)
             accepted += 1
         into = blank(live)
-        get([middle, source], into, stall_s=2.0)
+        get([middle, source], into, stall_s=5.0)
         assert equal(live, into)
         middle.close()
     print("undamaged", accepted)

@@ -161,7 +161,7 @@ def test_who_does_not_know_the_token_is_refused(networks):
     server = SnapshotServer(networks.of(1), token="secret")
     knows, guesses = (SnapshotServer(networks.of(0), token=token) for token in ("secret", "guess"))
     for other, works in ((knows, True), (guesses, False)):
-        snaps = Snapshots(other, rank=0, peers=[1], timeout_s=5)
+        snaps = Snapshots(other, rank=0, peers=[1], timeout_s=30)
         snaps.place({1: server.address})
         snaps.take(state(1), 1, 0)
         with contextlib.nullcontext() if works else pytest.raises(PeerLost, match="token"):

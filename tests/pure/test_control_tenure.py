@@ -46,7 +46,7 @@ def test_a_lease_that_is_renewed_is_told_from_one_that_was_left(tmp_path):
     assert not election.is_kept(tmp_path, 0.1)
     election.renew(tmp_path, LeaseRecord(0, 0, "", "n0", 1))
     assert not election.is_kept(tmp_path, 0.2)
-    threading.Timer(0.1, lambda: election.renew(tmp_path, LeaseRecord(0, 0, "", "n0", 1, 1))).start()
+    threading.Timer(2.0, lambda: election.renew(tmp_path, LeaseRecord(0, 0, "", "n0", 1, 1))).start()
     assert election.is_kept(tmp_path, 20.0)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 LOGIN = "login"
 _NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv")
-_COMMAND_S = 20.0
+_COMMAND_S = 60.0
 _PROCESSES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 _CONFIGURATION = """\
@@ -39,7 +39,7 @@ SlurmctldTimeout=10
 SlurmdTimeout={down_s}
 ReturnToService=2
 TCPTimeout=1
-MessageTimeout=2
+MessageTimeout=10
 KillWait={kill_wait_s}
 MpiDefault=none
 MailProg=/bin/true
@@ -247,7 +247,7 @@ class Cluster:
         self._start("slurmctld", [*self._on_login(), "unshare", *_PROCESSES, *slurmctld])
         for node in self.nodes:
             self.start_node(node)
-        self.wait_for(self._all_idle, 30.0, "all nodes are idle")
+        self.wait_for(self._all_idle, 120.0, "all nodes are idle")
 
     def _all_idle(self) -> bool:
         try:
