@@ -115,7 +115,8 @@ def empty_wheel(folder: Path, name: str, version: str) -> Path:
 
 @pytest.mark.newest
 @pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="megatron-core's wheels hold a trainer from 0.17 on (Python 3.12)"
+    Version(importlib.metadata.version("megatron-core")) < Version("0.17"),
+    reason="megatron-core's wheels hold a trainer from 0.17 on (Python 3.12)",
 )
 def test_nvidias_trainer_stays_whole_beside_this_package_and_both_train(request, built, tmp_path):
     core = wheel_of(request, tmp_path, importlib.metadata.version("megatron-core"))
