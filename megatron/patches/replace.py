@@ -1,6 +1,6 @@
 """Replaces symbols of loaded modules and records them; it also replaces attributes of single objects.
 
-A replaced attribute does not outlive its object. Only the modules in ``manifest.ELSEWHERE`` replace symbols, too.
+A replaced attribute does not outlive its object. Only the modules in ``manifest.ELSEWHERE`` replace symbols besides.
 """
 
 import importlib

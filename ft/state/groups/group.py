@@ -444,7 +444,7 @@ class Group(dist.ProcessGroup):
     def launches_together(self) -> Iterator[None]:
         """Return a context in which the calling thread launches several operations together.
 
-        An abort waits up to 1 s for its end. A launch may take longer if NCCL connects to a lost worker in it.
+        An abort waits at most 1 s for such a launch. It takes longer only if NCCL connects to a lost worker meanwhile.
         """
         with self._launching:
             self.refuse_if_closed()

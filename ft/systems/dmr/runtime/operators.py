@@ -33,7 +33,7 @@ _NOT_EXECUTED = frozenset(
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _OF_TORCH = frozenset(("aten", "prim", "prims", "rngprims", "inductor", "quantized", *COMMUNICATION_NAMESPACES))
-"""Namespaces of operators that torch implements. They write all memory that they return, except ``_ATTENTION``."""
+"""Namespaces of torch's own operators, which write all memory that they return, except those of ``_ATTENTION``."""
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
 _ATTENTION = frozenset(
