@@ -144,13 +144,13 @@ class Handle:
         self._stopped = running
         left = []
         # A helper process that is just ending is not left behind: look again before reporting it.
-        for pause in (0.0, 0.05, 0.2, 0.5):
+        for pause in (0.0, 0.05, 0.2, 0.5, 2.0, 5.0):
             time.sleep(pause)
             found = [pid for pid in self._living() if pid not in running]
             left = [processes.describe(pid) for pid in found]
             if running or not left:
                 break
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while alive := self._living():
             processes.end(alive)
             if time.monotonic() > deadline:

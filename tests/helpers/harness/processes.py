@@ -26,7 +26,7 @@ def describe(pid: int) -> str:
     return f"{pid}: {command[:160]}"
 
 
-def end(pids: list[int], patience: float = 5.0) -> None:
+def end(pids: list[int], patience: float = 30.0) -> None:
     """Kill the processes with SIGKILL and wait until none runs; raise RuntimeError after `patience` seconds."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -167,7 +167,7 @@ class Lab:
         for host in self.hosts:
             host.kill_all()
         self._router.stdin.close()
-        self._router.wait(10)
+        self._router.wait(60)
         for stream in (self._router.stdout, self._router.stderr):
             stream.close()
         for namespace in self._namespaces:
