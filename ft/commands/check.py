@@ -8,6 +8,7 @@ import argparse
 import copy
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -41,7 +42,8 @@ def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
 
     Returns:
         ``gpu``: bytes of weights, gradients, optimizer state and activations, and what DMR adds; ``host``: bytes that
-        snapshots and peer copies take with --ft-hot-swap; ``assumes``: the assumptions of the estimate.
+        snapshots and peer copies take with --ft-hot-swap; ``sent``: bytes that the rank sends to other nodes in each
+        step; ``assumes``: the assumptions of the estimate.
     """
     assumed, assumes = copy.deepcopy(options), "vocabulary as given"
     if not (assumed.tokenizer.vocab_size or assumed.tokenizer.padded_vocab_size):
@@ -72,7 +74,11 @@ def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
         "snapshots_of_hot_swap": 2 * (own.owned + own.replicated),
         "peer_copies_of_hot_swap": 2 * peers * own.owned,
     }
-    return {"gpu": gpu, "host": host, "assumes": assumes}
+    summed = gpu["gradients"] * (
+        _share(own, held) if c.use_distributed_optimizer else 1
+    )  # as _parts in patches/replicas
+    sent = {"snapshots_of_hot_swap": peers * own.owned, "sums_of_two_replicas": summed}
+    return {"gpu": gpu, "host": host, "sent": sent, "assumes": assumes}
 
 
 def _share(own: Any, held: float) -> float:
@@ -410,17 +416,28 @@ def _verdict(answer: CheckResult) -> str:
 
 
 def _networks(answer: CheckResult) -> list[str]:
-    """Return lines about what hot-swap sends from each GPU in a step, and how long that takes over this machine's
-    interfaces.
+    """Return lines about what protections send from each GPU in a step, how long that takes over each of this machine's
+    interfaces, and which of them it takes.
     """
-    if answer.memory is None or not answer.networks:
+    if answer.memory is None:
         return []
-    sent = answer.memory["host"]["peer_copies_of_hot_swap"] / 2  # peers hold two copies each
-    lines = [f"network: with --ft-hot-swap each GPU sends {sent / 1e9:.2f} GB in a step; alone on an interface"]
+    snapshots, sums = (size / 1e9 for size in answer.memory["sent"].values())
+    lines = [
+        f"network: in each step a GPU sends {snapshots:.2f} GB of snapshots with --ft-hot-swap, and {sums:.2f} GB of "
+        "gradients with two replicas (up to twice that with more)"
+    ]
     for name, rate in answer.networks.items():
-        takes = "at an unknown rate" if rate is None else f"in {8 * sent / 1e9 / rate:.2f} s at {rate:g} Gb/s"
-        lines.append(f"  {name}: {takes}")
-    return [*lines, "  if that is longer than a step, training waits: ft run --data-interface chooses the interface"]
+        takes = "" if rate is None else f": {8 * snapshots / rate:.2f} s and {8 * sums / rate:.2f} s, alone on it"
+        lines.append(f"  {network.said_rate(name)}{takes}")
+    if not answer.networks:
+        return lines
+    fastest = network.of_nccl(os.environ.get("NCCL_SOCKET_IFNAME", ""), network.interfaces())
+    usual = f"{fastest}, which NCCL_SOCKET_IFNAME names" if fastest else "that of the control messages"
+    return [
+        *lines,
+        "  control messages take the interface that leads to node 0, or that of ft run --local-addr; snapshots and "
+        f"gradients take {usual}, or that of --data-interface; training waits for what takes longer than a step",
+    ]
 
 
 def _memory(answer: CheckResult) -> list[str]:

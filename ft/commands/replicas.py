@@ -17,7 +17,7 @@ from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
 from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import options
-from ft.job.agent.agent import make_run_dir
+from ft.job.agent.agent import make_run_dir, networks
 from ft.job.agent.membership import claim_name
 from ft.job.agent.options import Cluster, RunOptions
 from ft.job.quorum.values import parse_where
@@ -70,6 +70,8 @@ def main(given: argparse.Namespace, job: JobPlace | None) -> NoReturn:
     console = MergedConsole(whole.quiet, {member.replica: (member.out, member.err) for member in members})
     console.say(_announcement(whole, asked, parts))
     console.say(protection.announcement(protected, whole.cluster.nnodes))
+    for line in networks(whole, _host(whole), whole.cluster.nnodes == 1 and asked.only is None):
+        console.say(line)
     name, turn = _name(asked, whole)
     server = asked.server_options(_host(whole), whole.has_standbys)
     host = QuorumHost(supervisor, whole.run_dir, name, turn, server, console.complain, whole.timeouts)

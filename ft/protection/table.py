@@ -226,6 +226,11 @@ MODES: list[Mode] = [
         "it shards parameters and gathers them in hooks of the layers, which only hot-swap and replicas know",
         "use --use-distributed-optimizer",
     ),
+    Mode(
+        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"),
+        (HOT_SWAP,),
+        "an interrupted step leaves activations in the queues between device and host, which only whole steps empty",
+    ),
     Mode(("--tp-comm-overlap",), (HOT_SWAP,), "its buffers cannot be connected to a new process"),
     Mode(
         ("--moe-token-dispatcher-type",),

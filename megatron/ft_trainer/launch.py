@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError, code_of_end
+from ft.job.agent.environment import CUDA_QUEUES, defaults
 from ft.job.replicas.flags import save_interval
 from ft.protection.stack import Protections
 from megatron import patches
@@ -42,16 +43,12 @@ def launch(options: Options) -> int:
         protections = Protections.of(options.fault_tolerance, os.environ)
         transformer_config(options, layout)
     except UserError as error:  # depends on flags and world size only: every rank gets the same error, one prints it
-        if place is None or place.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error, 0) if place is None or place.rank == 0 else error.exit_code
     try:
         if options.core.deterministic_mode:
             determinism.enforce()
     except UserError as error:  # depends on the node's environment: one rank of each node prints it
-        if place.local_rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error, place.rank) if place.local_rank == 0 else error.exit_code
     if options.logging.metrics_file is None and "FT_RUN_DIR" in os.environ:
         options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if options.fault_tolerance.ft_dmr_profile is not None:
@@ -87,6 +84,8 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
 
 def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
     """Run one rank of a torchrun, srun or mpirun job. If one rank fails, all ranks end."""
+    if queues := defaults(os.environ, sys.argv[1:]).get(CUDA_QUEUES):
+        os.environ[CUDA_QUEUES] = queues  # CUDA reads it when the device is chosen
     try:
         init_process_group(options.core, place)
     except UserError as error:

@@ -57,6 +57,12 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
             set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
             set_known(group, is_first_batch=True, is_last_microbatch=True)
             set_known(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
+        for module in chunk.modules():
+            if hasattr(module, "cached_fc1_input"):  # shared experts that compute beside the dispatch of tokens
+                set_known(module, cached_fc1_input=None, cached_fc2_input=None, cached_fc2_output=None)
+                set_known(module, cached_output=None, gate_score=None)
+                if hasattr(module, "_overlap_state"):  # newer releases of core expect the parts in their order
+                    module._overlap_state = type(module._overlap_state).IDLE
         chunk.zero_grad_buffer()  # last: core would take the counts of a first batch for complete
         chunk.module.zero_grad()
     optimizer.zero_grad()

@@ -24,6 +24,7 @@ WITHOUT_RESTART = {
         "kill@step=5:rank=1,hang@step=10:rank=1:phase=optimizer",
         {"script": "tests/helpers/narrow_gpt.py"},
     ),
+    "first step, and the first after a recovery": ("kill@step=1:rank=1:phase=backward,kill@step=2:rank=0", {}),
     "no standby, so that a worker is started for the seat": ("kill@step=7:rank=1", {"standby": 0}),
     "all crash at once, and leave their snapshots to their successors": (
         ",".join(f"segfault@step=7:rank={rank}:phase=backward" for rank in range(4)),

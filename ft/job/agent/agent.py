@@ -637,16 +637,22 @@ def carry_out(
     agent = Agent(options, port, faults, first_ranks(options), joined, began)
     if announcement:
         agent.console.say(announcement)
-    for line in _networks(options, agent.membership.place.host):
-        agent.console.say(line)
+    if not options.cluster.in_folder:  # the launcher of replicas tells it for all of them
+        for line in networks(options, agent.membership.place.host, options.cluster.nnodes == 1):
+            agent.console.say(line)
     if agent.membership.is_late:
         agent.console.say(f"this node joins a run that is under way, as the spare {agent.membership.place.node}")
     return agent.run()
 
 
-def _networks(options: RunOptions, host: str) -> list[str]:
-    """Return lines about the networks of a run of several nodes: which interface carries what, at which rate."""
-    if options.cluster.nnodes == 1 and options.data_addr is None:
+def networks(options: RunOptions, host: str, is_alone: bool) -> list[str]:
+    """Return lines about this node's networks: which interface carries what, at which rate.
+
+    Args:
+        host: address at which other nodes reach this one.
+        is_alone: whether no other node needs them; then there is a line only if the user has chosen an interface.
+    """
+    if is_alone and options.data_addr is None:
         return []
     own = network.interfaces()
     names = {address: network.said_rate(name) for name, address in own.items()}

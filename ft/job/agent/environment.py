@@ -70,6 +70,7 @@ def worker_environment(
     }
 
 
+CUDA_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SPLITS = ("--tensor-model-parallel-size", "--context-parallel-size")
 _OTHER_QUEUES = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
 
@@ -87,7 +88,7 @@ def defaults(environment: Mapping[str, str], flags: Sequence[str] = ()) -> dict[
     wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     given = {group[0].partition("=")[0]: (group[0].partition("=")[2] or " ".join(group[1:])) for group in groups(flags)}
     if any(given.get(flag, "1") != "1" for flag in _SPLITS) and not given.keys() & set(_OTHER_QUEUES):
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        wanted[CUDA_QUEUES] = "1"
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

@@ -87,12 +87,17 @@ def stalled(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit
 
 
 def at_a_standstill(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit]:
-    """Return all workers that are not done if all of them wait, for longer than one slow worker could cause."""
+    """Return all workers that are not done if all of them wait, for longer than one slow worker could cause.
+
+    A worker that has joined may prepare its device in its first step while operations that it has started wait.
+    """
     waiting = {worker: view for worker, view in views.items() if not view.done}
     if not waiting or not all(view.waits(timeouts) for view in waiting.values()):
         return []
     steps = [view.beat.step_s for view in waiting.values() if view.beat.step_s]
     limit = timeouts.calibrated(max(steps, default=None)).collective_s
+    if 0 < len(steps) < len(waiting):
+        limit += timeouts.launch_s
     if min(view.since_s for view in waiting.values()) <= limit:
         return []
     return [Culprit(worker, view.beat.where, view.since_s, limit) for worker, view in waiting.items()]
