@@ -4,7 +4,7 @@
 lint:    ## style, format, import contracts, types
 	bash -c '. tools/environment.sh && prepare_environment dev && check_sources'
 
-fast:    ## lint, and the tests without processes (3 minutes)
+fast:    ## lint, and the tests without processes
 	bash tests/run.sh fast
 
 test:    ## lint, and all tests but the long ones
@@ -20,7 +20,7 @@ sim:     ## the protocols in simulated clusters, 1,000 histories each
 	bash -c '. tools/environment.sh && prepare_environment dev && \
 	  python -m tests.simulation control --seeds 1000 --jobs 2 && python -m tests.simulation hsdp --seeds 1000 --jobs 2'
 
-bench:   ## the benches whose ratios may not get worse
+bench:   ## five benches: each prints a JSON line, for comparison by eye with those in tools/bench/results/
 	bash -c '. tools/environment.sh && prepare_environment dev && \
 	  for bench in recovery protection ftar hsdp_recovery step_time; do python tools/bench/$$bench.py || exit; done'
 
