@@ -21,6 +21,7 @@ import ctypes
 import faulthandler
 import os
 import re
+import resource
 import signal
 import time
 from collections import deque
@@ -49,6 +50,17 @@ def adopt_orphans() -> None:
         OSError: the kernel refuses.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def allow_files(count: int) -> bool:
+    """Raise this process's limit of open files to ``count`` if it is lower and its hard limit allows; return whether
+    ``count`` files can be open.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # no limit is -1
+    if 0 <= soft < count:
+        soft = count if hard < 0 else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft < 0 or soft >= count
 
 
 def set_name(name: str) -> None:

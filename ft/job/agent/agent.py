@@ -605,6 +605,8 @@ def _settings(options: RunOptions, faults: int) -> ControlOptions:
     )
 
 
+_OTHER_FILES = 512
+"""Files that an agent opens beside its store's connections: logs, records, and sockets and pipes of its processes."""
 _SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")
 """Options of the run that the control plane has under the same names."""
 
@@ -637,6 +639,9 @@ def carry_out(
     agent = Agent(options, port, faults, first_ranks(options), joined, began)
     if announcement:
         agent.console.say(announcement)
+    wanted = 2 * options.world_size + _OTHER_FILES  # if this node has logical rank 0, all ranks connect to its store
+    if not processes.allow_files(wanted):
+        agent.console.say(f"this node may have to open {wanted} files at once: raise its hard limit (ulimit -Hn)")
     if not options.cluster.in_folder:  # the launcher of replicas tells it for all of them
         for line in networks(options, agent.membership.place.host, options.cluster.nnodes == 1):
             agent.console.say(line)
