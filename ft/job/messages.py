@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.base import bounded_json
-from ft.faults.hang.inspection import Across
+from ft.faults.hang.inspection import ReplicaGroup
 from ft.job.parts import GroupReport, HangCause, Holdings, Neighbours, Seat, Source
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
 
@@ -450,7 +450,7 @@ class Inspected(Message):
     number: int
     said: dict[str, object]
     groups: dict[str, Numbers]
-    across: dict[str, Across] = field(default_factory=dict)
+    across: dict[str, ReplicaGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.faults.hang.inspection import DEAD, Across, Inspection, Rank, united
+from ft.faults.hang.inspection import DEAD, Inspection, Rank, ReplicaGroup, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
 from ft.record.run import NOT_ENDED, entries, load, read_status, replicas
@@ -40,7 +40,7 @@ class _Part:
     ranks: list[Rank]
     groups: dict[str, Numbers]
     seats: dict[int, str]
-    across: dict[str, Across] = field(default_factory=dict)
+    across: dict[str, ReplicaGroup] = field(default_factory=dict)
     number: int = 0
     node: str = ""
 

@@ -21,8 +21,8 @@ The one operation of every transfer is that a range of a state's bytes goes from
     DONE   all chunks of the range were sent while the state was unchanged
     GONE   the state was withdrawn or overwritten: everything that was received is invalid
 
-What is stored, given out and filled is behind :class:`ft.state.layout.StateMemory`, :class:`Holder`, :class:`Held` and
-:class:`Arrival`:
+What is stored, given out and filled is behind :class:`ft.state.layout.StateMemory`, :class:`CopyHolder`, :class:`Held`
+and :class:`Arrival`:
 
     push    ft.state.snapshot: peer copies, into alternating buffers
     pull    ft.state.snapshot: a copy or a snapshot, into a snapshot's buffer
@@ -226,7 +226,7 @@ class Arrival(AbstractContextManager["Arrival"]):
         """Keep the state, which is complete; return whether it is still wanted."""
 
 
-class Holder:
+class CopyHolder:
     """What a server gives out and stores. This base class does neither."""
 
     def find(self, mark: Mark, section: str) -> Held:
@@ -245,7 +245,7 @@ class Holder:
 def serve(
     network: Network,
     token: str,
-    holder: Holder,
+    holder: CopyHolder,
     *,
     patience_s: float,
     idle_s: float = 0.0,
@@ -284,7 +284,7 @@ def serve(
 class _Desk:
     """Answers the requests that one peer sends over its connection."""
 
-    def __init__(self, holder: Holder, channel: FramedChannel, peer: str):
+    def __init__(self, holder: CopyHolder, channel: FramedChannel, peer: str):
         self._holder, self._channel, self._peer = holder, channel, peer
         self._visit: tuple[Held, Visit] | None = None
 

@@ -32,7 +32,7 @@ from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
 from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
 from ft.faults.hang.format import COMMUNICATION, KERNEL, place
-from ft.faults.hang.inspection import Across, Operation, Rank, Thread
+from ft.faults.hang.inspection import Operation, Rank, ReplicaGroup, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
 from ft.job.messages import (
@@ -77,7 +77,7 @@ class AcrossReplicas:
 
     operations: tuple[Operation, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[str, Across] = field(default_factory=dict)
+    groups: Mapping[str, ReplicaGroup] = field(default_factory=dict)
     threads: frozenset[str] = frozenset()
 
 

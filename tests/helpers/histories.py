@@ -40,6 +40,14 @@ class History:
         about = {"interfaces": {}, "about": {}, "paths": {}, "clock": START + at}
         self.say(at, events.AGENT_JOINED, node=node, host="10.0.0.1", machine=machine, **about)
 
+    def lose_node(self, at: float, node: str, *ranks: int, named: str = "") -> None:
+        """Lose a node with the workers of these ranks; `named`: its name in the reason."""
+        told = {"category": "host fault", "action": "replace", "signal": "node lost"}
+        told["reason"] = f"node {named or node} is lost: nothing was heard of its agent for 3.7 s"
+        for rank in ranks:
+            place = {"worker": self.seats[str(rank)], "rank": rank, "epoch": self.epoch, "step": 20}
+            self.say(at, events.FAULT_DETECTED, node=node, **place, **told)
+
     def close(self, at: float) -> None:
         self.say(at, events.EPOCH_CLOSED, epoch=self.epoch, reason="a fault")
 

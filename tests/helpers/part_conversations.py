@@ -29,11 +29,11 @@ from ft.systems.dmr.plan.trace import (
     Window,
 )
 from ft.systems.dmr.runtime import findings, suspects
-from ft.systems.dmr.runtime.cursor import OperatorCall, Unit, operator_id
+from ft.systems.dmr.runtime.cursor import ExecutedUnit, OperatorCall, operator_id
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.operators import call_of, properties_of, state_before
 from ft.systems.dmr.runtime.queue import Execution, Queue
-from ft.systems.dmr.runtime.strategy import Decision, Planned, PlannedSegment
+from ft.systems.dmr.runtime.strategy import CheckMethod, Planned, PlannedSegment
 from ft.systems.hot_swap.recovery_manager import Placing
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.ft_trainer.data.datasets import read_lengths
@@ -74,7 +74,7 @@ class Deferred(Player):
         at = OperatorCall(call.kind.name, "backward", 0, 0, 1, self.executed)
         self.executed += 1
         # The queue may be the only one to hold the results: nobody else has them by now.
-        waits = self.queue.put(Execution(at, call, made, state), Decision(D_INTER, due, replay, 10.0, size))
+        waits = self.queue.put(Execution(at, call, made, state), CheckMethod(D_INTER, due, replay, 10.0, size))
         return [] if waits else [f"operator {at.index} does not wait"]
 
     def do_view(self, out, of):
@@ -173,7 +173,7 @@ class Followed(Player):
     def do_execute(self, *names, unit="backward", in_segment=False):
         """Show what is decided on the operators of an execution of the unit, by default those of the plan."""
         for index, name in enumerate(names or self.NAMES):
-            found = self.planned.decide(Unit(unit), index, name, in_segment)
+            found = self.planned.decide(ExecutedUnit(unit), index, name, in_segment)
             yield f"{index} {name}: {shown(found)}"
         yield f"operators out of place: {sum(self.planned.misfits.values())}"
 

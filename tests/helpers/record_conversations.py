@@ -12,7 +12,7 @@ from planted_crashes import ORDERS, TEXTS
 
 from ft.base import events
 from ft.faults.hang.causes import diagnose, over_time
-from ft.faults.hang.inspection import SERVER, Across, Departure, Inspection, Operation, Rank, Thread
+from ft.faults.hang.inspection import SERVER, Departure, Inspection, Operation, Rank, ReplicaGroup, Thread
 from ft.faults.hang.replicas import combine
 from ft.job.agent.console import cause_of_crash
 from ft.job.control.inspections import judge
@@ -316,8 +316,8 @@ class Hang(Player):
     def do_replica(self, number, waits=(), members=(0, 1, 2), why="asked for"):
         """A replica of two ranks, which follow; the quorum server says that it waits for the replicas ``waits``."""
         self.do_groups(**{"DP/3": "0,1", "AGREEMENT/9": "0,1"})
-        across = {f"{name}/8/{rank}": Across(tuple(members), rank) for name in ("RING", "CONNECT") for rank in (0, 1)}
-        across["QUORUM"] = Across(tuple(waits), 0)
+        across = {f"{name}/8/{r}": ReplicaGroup(tuple(members), r) for name in ("RING", "CONNECT") for r in (0, 1)}
+        across["QUORUM"] = ReplicaGroup(tuple(waits), 0)
         self.replicas[number] = self.ranks, self.groups, across, why
 
     def combined(self, server=None, **how) -> Inspection:
@@ -326,8 +326,8 @@ class Hang(Player):
         for number, (ranks, groups, across, why) in self.replicas.items():
             for rank, one in ranks.items():
                 names = [operation.group for operation in one.operations]
-                across |= {name: Across((), rank) for name in names if name.startswith(("STATE", "FETCH"))}
-                across |= {name: Across((1,), rank) for name in one.counts if name.startswith("STATE")}
+                across |= {name: ReplicaGroup((), rank) for name in names if name.startswith(("STATE", "FETCH"))}
+                across |= {name: ReplicaGroup((1,), rank) for name in one.counts if name.startswith("STATE")}
             inspections[number] = Inspection(ranks, groups, 100.0, why, across)
         process = None if server is None else Rank(SERVER, "process 77", "n0", server, answers=False)
         self.replicas = {}

@@ -20,7 +20,7 @@ from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.mode import PRIMARY, DoubleExecutionMode
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment, Strategy
+from ft.systems.dmr.runtime.strategy import CheckMethod, PlannedSegment, Strategy
 
 SIZE = 6
 
@@ -35,19 +35,19 @@ class AnyWindow(Strategy):
         self._left = [(name, segment.size) for name, segment in self.replays.items()]
         self._open: list[str] = []
 
-    def decide(self, unit, index, operator, in_segment) -> Decision:
+    def decide(self, unit, index, operator, in_segment) -> CheckMethod:
         self._ordinal += 1
         if not self._open and self._left and self._draw.random() < 0.2:
             name, size = self._left.pop()
             self._open = [name] * size
         if self._open:
-            return Decision(D_INTER, 0, self._open.pop(), ordinal=self._ordinal)
+            return CheckMethod(D_INTER, 0, self._open.pop(), ordinal=self._ordinal)
         due = self._ordinal + self._draw.randint(0, 30)
         return self._draw.choice(
             (
-                Decision(NAIVE, ordinal=self._ordinal),
-                Decision(D_INTER, due, ordinal=self._ordinal),
-                Decision(D_INTER, None, check_us=1.0, ordinal=self._ordinal),
+                CheckMethod(NAIVE, ordinal=self._ordinal),
+                CheckMethod(D_INTER, due, ordinal=self._ordinal),
+                CheckMethod(D_INTER, None, check_us=1.0, ordinal=self._ordinal),
             )
         )
 

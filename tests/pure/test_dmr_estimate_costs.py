@@ -3,7 +3,7 @@
 import pytest
 
 from ft.lab.estimate.block import OperatorWork, Transfer, backward, forward, head, saved_bytes, seconds
-from ft.lab.estimate.cluster import DEVICES, MODELS, RESERVED, STATES, GpuCluster, Layout, fitted
+from ft.lab.estimate.cluster import DEVICES, MODELS, RESERVED, STATES, GpuCluster, JobSizes, fitted
 from ft.lab.estimate.profile import over_units, stage_memory
 from ft.systems.schedule.kinds import Pipeline, orders
 
@@ -63,43 +63,43 @@ def test_a_backward_has_two_products_for_each_and_turns_every_transfer_round(nam
 
 def test_without_recomputation_a_layer_keeps_34_sbh_over_tp():
     """Korthikanti et al. 2022, table 2, with sequence parallel and no scores kept; 2 of the 34 are dropout masks."""
-    layout = Layout(tp=8, pp=8)
+    layout = JobSizes(tp=8, pp=8)
     masks = 2
     assert saved_bytes(forward(GPT3, layout)) / (GPT3.sequence * GPT3.hidden / 8) + masks == 34
 
 
 def test_with_full_recomputation_a_layer_keeps_2_sbh_over_tp():
-    kept = stage_memory(LLAMA, Layout(tp=8, pp=4), 1).kept
+    kept = stage_memory(LLAMA, JobSizes(tp=8, pp=4), 1).kept
     assert kept == (20 * 2 * LLAMA.sequence * LLAMA.hidden / 8,)
 
 
 @pytest.mark.parametrize(("dp", "state", "each"), [(1, "megatron", 18), (4, "megatron", 6 + 12 / 4), (1, "titan", 16)])
 def test_states_are_18_bytes_of_each_parameter_and_copies_share_12(dp, state, each):
-    layout = Layout(tp=8, pp=2, dp=dp, state=STATES[state])
+    layout = JobSizes(tp=8, pp=2, dp=dp, state=STATES[state])
     total = 8 * sum(stage_memory(LLAMA, layout, stage).states for stage in range(2))
     assert total == pytest.approx(each * LLAMA.parameters, rel=1e-6)
 
 
-def peak(model, layout: Layout, stage: int) -> float:
+def peak(model, layout: JobSizes, stage: int) -> float:
     order = orders(Pipeline(layout.pp, layout.microbatches, layout.chunks))[stage]
     return max(running for _, running, _ in over_units(stage_memory(model, layout, stage), order))
 
 
-def held(layout: Layout, stage: int) -> float:
+def held(layout: JobSizes, stage: int) -> float:
     """Microbatches in flight at most, counted in those of a whole stage."""
     memory = stage_memory(LLAMA, layout, stage)
     return (peak(LLAMA, layout, stage) - memory.states - memory.working - memory.ends) / sum(memory.kept)
 
 
 def test_earlier_stages_hold_more_microbatches_until_there_are_no_more():
-    layout = Layout(tp=8, pp=4, batch=3)
+    layout = JobSizes(tp=8, pp=4, batch=3)
     assert [held(layout, stage) for stage in range(4)] == pytest.approx([3, 3, 2, 1])
 
 
 def test_the_interleaved_schedule_holds_1_plus_p_minus_1_over_pv_times_as_much():
     """Korthikanti et al. 2022, section 4.2.3: the first stage holds 1 + (p - 1) / (p m) as much with m chunks."""
     for chunks in (1, 2, 5):
-        layout = Layout(tp=8, pp=4, batch=16, chunks=chunks)
+        layout = JobSizes(tp=8, pp=4, batch=16, chunks=chunks)
         more = 1 + 3 / (4 * chunks) if chunks > 1 else 1
         assert held(layout, 0) == pytest.approx(4 * more)
 
@@ -119,7 +119,7 @@ def test_tight_memory_forces_more_stages_as_in_the_paper():
 
 def test_a_product_takes_its_flops_and_an_elementwise_operator_its_bytes():
     cluster = GpuCluster(DEVICES["h200"], 8)
-    steps = {step.name: step for step in forward(LLAMA, Layout(tp=8, pp=1))}
+    steps = {step.name: step for step in forward(LLAMA, JobSizes(tp=8, pp=1))}
     flops = 2 * 8192 * 8192 * 2 * 28672 / 8
     assert seconds(steps["mlp_up"], cluster) == pytest.approx(flops / (989e12 * 0.70))
     assert seconds(steps["norm1"], cluster) == pytest.approx(2 * 8192 * 8192 * 2 / 8 / (4.8e12 * 0.80))
@@ -127,17 +127,17 @@ def test_a_product_takes_its_flops_and_an_elementwise_operator_its_bytes():
 
 def test_a_gather_sends_all_but_its_own_part_and_nothing_without_tensor_parallel():
     cluster = GpuCluster(DEVICES["h200"], 8, slowdown=3.0)
-    steps = {step.name: step for step in forward(LLAMA, Layout(tp=8, pp=1))}
+    steps = {step.name: step for step in forward(LLAMA, JobSizes(tp=8, pp=1))}
     sent = 8192 * 8192 * 2 * 7 / 8
     assert seconds(steps["gather norm1"], cluster) == pytest.approx(3 * (sent / (450e9 * 0.75) + 20e-6))
-    alone = [step for step in forward(LLAMA, Layout(tp=1, pp=1)) if isinstance(step, Transfer)]
+    alone = [step for step in forward(LLAMA, JobSizes(tp=1, pp=1)) if isinstance(step, Transfer)]
     assert alone and all(seconds(step, cluster) == 0 for step in alone)
 
 
 def test_experts_exchange_tokens_and_spread_over_any_part_of_the_tensor_parallel_ranks():
     flops = []
     for ep in (1, 2, 8):
-        steps = forward(SCOUT, Layout(tp=8, pp=1, ep=ep))
+        steps = forward(SCOUT, JobSizes(tp=8, pp=1, ep=ep))
         exchanged = [step.name for step in steps if isinstance(step, Transfer) and step.kind == "ep"]
         assert exchanged == ["dispatch", "combine"]
         flops.append(sum(step.flops for step in steps if isinstance(step, OperatorWork)))

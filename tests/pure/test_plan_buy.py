@@ -15,7 +15,7 @@ from pythons import python
 from ft import cli
 from ft.commands.check import answer_for
 from ft.lab.plan.goodput import answer, buy, launch, model
-from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
+from ft.lab.plan.goodput.model import CHECKPOINTS, ProtectionChoice
 from ft.protection.table import DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
 from ft.systems.spare.placement import read
 
@@ -155,7 +155,7 @@ def test_spares_and_interval_show_the_optimum(capsys):
 
 
 def test_a_run_without_standbys_waits_for_repairs():
-    row = model.simulate(asked(WORDS), Protection((CHECKPOINTS,)), 0, 100, 4000)
+    row = model.simulate(asked(WORDS), ProtectionChoice((CHECKPOINTS,)), 0, 100, 4000)
     waited = row.totals["waited"] / row.totals["seconds"]
     assert waited == pytest.approx(model.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
 

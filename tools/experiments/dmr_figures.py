@@ -26,7 +26,7 @@ from msgspec import structs
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft.lab.estimate.cluster import Layout  # noqa: E402
+from ft.lab.estimate.cluster import JobSizes  # noqa: E402
 from ft.lab.estimate.command import KEYS, EstimateQuestion, cluster_of, estimate, question, shares  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 from ft.systems.dmr.plan.check import problems  # noqa: E402
@@ -58,7 +58,7 @@ class Printed:
 class Planned(NamedTuple):
     """The plan of a layout, and the share of an iteration without DMR for which a stage is idle on average."""
 
-    layout: Layout
+    layout: JobSizes
     idle: float
     plan: Plan
 

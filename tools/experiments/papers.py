@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 import closed_forms as exact  # noqa: E402
 
 from ft.lab.plan.goodput import model  # noqa: E402
-from ft.lab.plan.goodput.model import CHECKPOINTS, Protection  # noqa: E402
+from ft.lab.plan.goodput.model import CHECKPOINTS, ProtectionChoice  # noqa: E402
 from ft.protection.table import HOT_SWAP, REPLICAS, STAGES, SWAPPED  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 from ft.systems.spare.placement import Placement  # noqa: E402
@@ -51,8 +51,8 @@ def deadpool(given: argparse.Namespace) -> list[str]:
     rate = "--gpus 96 --gpu-mtbf 28.8h --step-time 20s --save-time 0 --restart-time 10m --repair-time 0 --swap-time 40s"
     restart = exact.deadpool(1080, 600 + 50 * 20)
     swap = exact.deadpool(1080, 40 + 10)
-    alone = model.simulate(exact.asked(rate), Protection((CHECKPOINTS,)), 0, 100, 40_000).effective
-    pair = model.simulate(exact.asked(rate), Protection((HOT_SWAP,), copies=1), 8, 100, 40_000).effective
+    alone = model.simulate(exact.asked(rate), ProtectionChoice((CHECKPOINTS,)), 0, 100, 40_000).effective
+    pair = model.simulate(exact.asked(rate), ProtectionChoice((HOT_SWAP,), copies=1), 8, 100, 40_000).effective
     rows = [
         ("restart and replay of K/2 steps (16.7 min)", *_beside(alone, restart)),
         ("hot-swap in 40 s, half a step again", *_beside(pair, swap)),
@@ -73,7 +73,7 @@ def ft_hsdp(given: argparse.Namespace) -> list[str]:
     for law in ("periodic", "exponential"):
         asked = exact.asked(f"{words} --law {law}")
         for units, paper in ((1, 0.44), (12, 0.80)):
-            made = Protection((CHECKPOINTS,)) if units == 1 else Protection((REPLICAS,), units)
+            made = ProtectionChoice((CHECKPOINTS,)) if units == 1 else ProtectionChoice((REPLICAS,), units)
             found = model.simulate(asked, made, 0, 1 if units == 1 else 1e12, 40_000).effective
             formula = exact.ft_hsdp(1080, units, 600 if units == 1 else 180, 600)
             if law != "periodic":
@@ -111,12 +111,12 @@ def checkfree_hours(name: str, rate: float, failures: int = 60_000) -> float:
         "--restart-time 90s --neighbour-time 0 --repair-time 0"
     )
     if STAGES not in names:
-        made = Protection(names)
+        made = ProtectionChoice(names)
         row = model.simulate(asked, made, 0, interval, failures) if interval else model.tuned(asked, made, 0, failures)
         return 24.0 * row.days(asked)
     # Two stages beside each other are never lost at once here, so that rebuilds take no time, and the 30 s of each are
     # added. CheckFree copies the ends, too, at the cost of a whole jump: the authors' code does.
-    row = model.simulate(asked, Protection((HOT_SWAP, STAGES, SWAPPED)), 6, 10**9, failures)
+    row = model.simulate(asked, ProtectionChoice((HOT_SWAP, STAGES, SWAPPED)), 6, 10**9, failures)
     rebuilds = row.totals["rebuilds"] / row.totals["steps"]
     converges = model.converges(rebuilds, 6, SWAPPED in names) / model.converges(rebuilds, 6, True)
     return 24.0 * row.days(asked) / converges / (1.0 - 30.0 / asked.mtbf_s)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ft.adapters.megatron_lm.tree import Tree
+from ft.adapters.megatron_lm.tree import CheckoutTree
 from ft.base.errors import Problem
 
 RUN_WITH = ((0, 16), (0, 19))
@@ -169,7 +169,7 @@ def check_tree(root: Path) -> list[HookFinding]:
     return [_check(hook, modules[hook.file]) for hook in HOOKS]
 
 
-def problems(tree: Tree, findings: Sequence[HookFinding] | None = None) -> Iterator[Problem]:
+def problems(tree: CheckoutTree, findings: Sequence[HookFinding] | None = None) -> Iterator[Problem]:
     """Yield (problem, fix) for each function that the adapter relies on and that the checkout lacks or has changed.
 
     Args:
@@ -182,7 +182,7 @@ def problems(tree: Tree, findings: Sequence[HookFinding] | None = None) -> Itera
             yield f"{tree.root / hook.file}: {hook.symbol} {finding.differs}, and {hook.why}", fix
 
 
-def notice(tree: Tree) -> str | None:
+def notice(tree: CheckoutTree) -> str | None:
     """Return a sentence about a checkout of a release that the adapter was never run with; None for the others."""
     if tree.release[:2] in RUN_WITH:
         return None

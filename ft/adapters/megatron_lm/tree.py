@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "wheel" / "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
-class Tree:
+class CheckoutTree:
     """One checkout.
 
     Attributes:
@@ -56,7 +56,7 @@ def installed() -> Path | None:
     return next((folder for folder in folders if (folder / _TRAINER).is_file()), None)
 
 
-def read(root: Path) -> Tree:
+def read(root: Path) -> CheckoutTree:
     """Return the checkout in the folder ``root``.
 
     Raises:
@@ -77,7 +77,7 @@ def read(root: Path) -> Tree:
     numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
     if not all(isinstance(number, int) for number in numbers):
         raise UserError(f"{root / _RELEASE} does not say which release it is", "give a whole checkout of Megatron-LM")
-    return Tree(root, tuple(numbers))
+    return CheckoutTree(root, tuple(numbers))
 
 
 def others_on_path(root: Path, path: Sequence[str]) -> list[Path]:

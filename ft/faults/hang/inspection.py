@@ -170,7 +170,7 @@ class ReplicaRank(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Across:
+class ReplicaGroup:
     """A group of ranks of several replicas, of which ``SERVER`` stands for the quorum server; ``rank``: logical rank in
     each.
     """
@@ -179,13 +179,13 @@ class Across:
     rank: int
 
 
-def united(parts: Iterable[Mapping[str, Across]]) -> dict[str, Across]:
+def united(parts: Iterable[Mapping[str, ReplicaGroup]]) -> dict[str, ReplicaGroup]:
     """Return the groups of ranks of several replicas, each with all members that any part names."""
-    found: dict[str, Across] = {}
+    found: dict[str, ReplicaGroup] = {}
     for part in parts:
         for name, across in part.items():
             known = found.get(name, across)
-            found[name] = Across(tuple(sorted({*known.replicas, *across.replicas})), across.rank)
+            found[name] = ReplicaGroup(tuple(sorted({*known.replicas, *across.replicas})), across.rank)
     return found
 
 
@@ -212,7 +212,7 @@ class Inspection:
     groups: Mapping[str, tuple[int, ...]]
     wall: float = 0.0
     why: str = ""
-    across: Mapping[str, Across] = field(default_factory=dict)
+    across: Mapping[str, ReplicaGroup] = field(default_factory=dict)
     places: Mapping[int, ReplicaRank] = field(default_factory=dict)
     home: int | None = None
     takers: frozenset[int] = frozenset()

@@ -14,7 +14,7 @@ shares of the documented peak rates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft.lab.estimate.cluster import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, GpuCluster, Layout, Model
+from ft.lab.estimate.cluster import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, GpuCluster, JobSizes, Model
 
 BF16, FP32 = 2, 4
 BACKWARD = ".backward"
@@ -78,7 +78,7 @@ class Transfer:
 Step = OperatorWork | Transfer
 
 
-def handed_over(model: Model, layout: Layout) -> int:
+def handed_over(model: Model, layout: JobSizes) -> int:
     """Return the bytes of the activations between two layers on one rank, split along the sequence."""
     return model.sequence * layout.micro * model.hidden * BF16 // layout.tp
 
@@ -87,7 +87,7 @@ class _Builder:
     """Collects the operators and transfers of a layer, and the size of each tensor in bytes. Methods return the name of
     the tensor that they produce."""
 
-    def __init__(self, model: Model, layout: Layout):
+    def __init__(self, model: Model, layout: JobSizes):
         self.model, self.layout, self.steps = model, layout, []
         self.tokens = model.sequence * layout.micro
         self.sizes = {"x": handed_over(model, layout)}
@@ -177,7 +177,7 @@ class _Builder:
         ]
 
 
-def forward(model: Model, layout: Layout) -> list[Step]:
+def forward(model: Model, layout: JobSizes) -> list[Step]:
     """Return the forward of one layer from input "x" to output "y", both split along the sequence."""
     build = _Builder(model, layout)
     build.attention()
@@ -186,14 +186,14 @@ def forward(model: Model, layout: Layout) -> list[Step]:
     return build.steps
 
 
-def embedding(model: Model, layout: Layout) -> list[Step]:
+def embedding(model: Model, layout: JobSizes) -> list[Step]:
     """Return the forward of the embedding, before the first layer; its output is "y"."""
     build = _Builder(model, layout)
     build.elementwise("embedding", (), model.sequence * layout.micro * model.hidden * BF16 / layout.tp, output="y")
     return build.steps
 
 
-def embedding_backward(model: Model, layout: Layout) -> list[Step]:
+def embedding_backward(model: Model, layout: JobSizes) -> list[Step]:
     """Return the operator that adds the gradient of "y" to the rows of the embedding table in fp32."""
     part = model.sequence * layout.micro * model.hidden / layout.tp
     return [
@@ -201,7 +201,7 @@ def embedding_backward(model: Model, layout: Layout) -> list[Step]:
     ]
 
 
-def head(model: Model, layout: Layout) -> list[Step]:
+def head(model: Model, layout: JobSizes) -> list[Step]:
     """Return the output layer's forward: from "x" to logits, split along the vocabulary, and the loss in fp32."""
     build = _Builder(model, layout)
     build.elementwise("norm", ("x",), build.sizes["x"], ("x",))

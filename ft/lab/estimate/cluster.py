@@ -191,7 +191,7 @@ only while they are used.
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobSizes:
     """Sizes of the parallel groups and of the batch.
 
     Attributes:
@@ -279,7 +279,7 @@ class Layout:
 
 def fitted(
     model: Model, cluster: GpuCluster, pp: int, tp: int | None = None, ep: int | None = None, **others
-) -> Layout:
+) -> JobSizes:
     """Return a layout with ``pp`` stages.
 
     By default, a tensor-parallel group fills a node, its ranks share the experts if their number divides, and data
@@ -294,7 +294,7 @@ def fitted(
     if ep is None:
         ep = tp if model.experts and model.experts.count % tp == 0 else 1
     dp = others.pop("dp", None) or max(1, cluster.gpus // (tp * pp))
-    layout = Layout(tp=tp, pp=pp, ep=ep, dp=dp, **others)
+    layout = JobSizes(tp=tp, pp=pp, ep=ep, dp=dp, **others)
     layout.check(model, cluster)
     return layout
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ft.base.errors import UserError
 from ft.base.quantities import between, gigabytes_per_second, size, whole
 from ft.base.scenario import Key, Keys, one_of, yes_or_no
-from ft.lab.estimate.cluster import DEVICES, GB, MODELS, STATES, GpuCluster, Layout, Model, assumptions, fitted
+from ft.lab.estimate.cluster import DEVICES, GB, MODELS, STATES, GpuCluster, JobSizes, Model, assumptions, fitted
 from ft.lab.estimate.profile import Pass, part_works, pipeline_of, profile
 from ft.show.text import left_out, percent
 from ft.systems.dmr.plan import text
@@ -83,7 +83,7 @@ class EstimateQuestion:
 
     model: Model
     cluster: GpuCluster
-    layout: Layout
+    layout: JobSizes
     budget: float
     calibration: tuple[str, float] | None = None
     kinds: tuple[str, ...] = INTER + INTRA
@@ -141,12 +141,12 @@ class _Unit(NamedTuple):
     checked: float
 
 
-def shares(model: Model, layout: Layout, cluster: GpuCluster) -> TimeShares:
+def shares(model: Model, layout: JobSizes, cluster: GpuCluster) -> TimeShares:
     """Return the idle share and the naive overhead that the cost model predicts for a cluster."""
     return _shares(_units(model, layout, cluster), pipeline_of(model, layout, cluster), 1.0)
 
 
-def calibrated(model: Model, layout: Layout, cluster: GpuCluster, target: str, share: float) -> GpuCluster:
+def calibrated(model: Model, layout: JobSizes, cluster: GpuCluster, target: str, share: float) -> GpuCluster:
     """Return the cluster with its transfers slowed down by the factor at which the model predicts the measured share.
 
     Args:
@@ -177,7 +177,7 @@ def calibrated(model: Model, layout: Layout, cluster: GpuCluster, target: str, s
     return replace(cluster, slowdown=(low * high) ** 0.5)
 
 
-def _units(model: Model, layout: Layout, cluster: GpuCluster) -> list[tuple[_Unit, _Unit]]:
+def _units(model: Model, layout: JobSizes, cluster: GpuCluster) -> list[tuple[_Unit, _Unit]]:
     """Return the (forward, backward) times of each part of the model."""
     return [(_unit(work.passes[0]), _unit(work.passes[1])) for work in part_works(model, layout, cluster)]
 

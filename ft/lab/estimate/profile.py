@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ft.lab.estimate import block
 from ft.lab.estimate.block import BF16, FP32, OperatorWork, Step, Transfer, message_seconds, read_seconds, seconds
-from ft.lab.estimate.cluster import RESERVED, GpuCluster, Layout, Model
+from ft.lab.estimate.cluster import RESERVED, GpuCluster, JobSizes, Model
 from ft.systems.dmr.plan.predict import Timeline, idle, simulate
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
@@ -57,12 +57,12 @@ class PartWork:
     sizes: dict[str, float] = field(default_factory=dict)
 
 
-def part_works(model: Model, layout: Layout, cluster: GpuCluster) -> list[PartWork]:
+def part_works(model: Model, layout: JobSizes, cluster: GpuCluster) -> list[PartWork]:
     """Return what a GPU does for one microbatch in each part of the model, in order."""
     return [_part_work(model, layout, cluster, part) for part in range(layout.parts)]
 
 
-def _part_work(model: Model, layout: Layout, cluster: GpuCluster, part: int) -> PartWork:
+def _part_work(model: Model, layout: JobSizes, cluster: GpuCluster, part: int) -> PartWork:
     layers = layout.layers(model)[part]
     one_layer = block.forward(model, layout)
     back = block.backward(one_layer)
@@ -107,7 +107,7 @@ class _StepPlacer:
     embedding, the number of layers is the output layer. ``first`` is the number in the model of the part's first layer.
     """
 
-    def __init__(self, layout: Layout, cluster: GpuCluster, first: int):
+    def __init__(self, layout: JobSizes, cluster: GpuCluster, first: int):
         self._layout, self._cluster, self._first, self.work = layout, cluster, first, PartWork()
 
     def put(
@@ -201,7 +201,7 @@ def _name(name: str, layer: int, phase: str, activations: str) -> str:
     return f"{activations}{layer}/{name}"
 
 
-def pipeline_of(model: Model, layout: Layout, cluster: GpuCluster) -> Pipeline:
+def pipeline_of(model: Model, layout: JobSizes, cluster: GpuCluster) -> Pipeline:
     """Return the pipeline: 1F1B, or interleaved 1F1B if stages have several model chunks, without overlapped messages.
 
     If all stages fit into one node, messages have the speed of connections inside a node, otherwise that of connections
@@ -213,7 +213,7 @@ def pipeline_of(model: Model, layout: Layout, cluster: GpuCluster) -> Pipeline:
     return Pipeline(layout.pp, layout.microbatches, layout.chunks, comm_us)
 
 
-def profile(model: Model, layout: Layout, cluster: GpuCluster, budget: float | None = None) -> Trace:
+def profile(model: Model, layout: JobSizes, cluster: GpuCluster, budget: float | None = None) -> Trace:
     """Return the estimated trace of an iteration. ``budget``: memory that the run may use on each GPU, in bytes; None:
     all memory of the device."""
     works, pipeline = part_works(model, layout, cluster), pipeline_of(model, layout, cluster)
@@ -251,7 +251,7 @@ class _TraceBuilder:
     """Collects operators, windows and tensors of the trace. A tensor's memory counts as free after its last use; that
     of gradients and of optimizer state is never free."""
 
-    def __init__(self, layout: Layout, cluster: GpuCluster):
+    def __init__(self, layout: JobSizes, cluster: GpuCluster):
         self._layout, self._cluster = layout, cluster
         self.ops: list[Operator] = []
         self.windows: list[Window] = []
@@ -326,7 +326,7 @@ class StageMemory(NamedTuple):
     ends: float
 
 
-def stage_parameters(model: Model, layout: Layout, stage: int) -> float:
+def stage_parameters(model: Model, layout: JobSizes, stage: int) -> float:
     """Return the number of parameters on one GPU of a stage.
 
     All parameters are divided by TP: experts are spread over EP ranks, and each of them over TP / EP ranks.
@@ -337,7 +337,7 @@ def stage_parameters(model: Model, layout: Layout, stage: int) -> float:
     return (found + ends * model.embedding_parameters) / layout.tp
 
 
-def stage_memory(model: Model, layout: Layout, stage: int) -> StageMemory:
+def stage_memory(model: Model, layout: JobSizes, stage: int) -> StageMemory:
     """Return the memory of one GPU of a stage."""
     tokens = model.sequence * layout.micro
     steps, state = block.forward(model, layout), layout.state
@@ -372,7 +372,7 @@ def over_units(memory: StageMemory, order: Iterable[Unit]) -> Iterator[tuple[Uni
         yield unit, running, held
 
 
-def _memory(model: Model, layout: Layout, timeline: Timeline) -> Mapping[int, tuple]:
+def _memory(model: Model, layout: JobSizes, timeline: Timeline) -> Mapping[int, tuple]:
     """Return the (time, bytes) points of each stage: one at the beginning and one at the end of every unit."""
     found = {}
     for stage, units in enumerate(timeline.order):

@@ -24,7 +24,7 @@ from ft.net.framed import FramedChannel, Mark, checksum
 from ft.net.streams import TcpNetwork
 from ft.state import device as devices
 from ft.state.layout import FlatState, Table, table_of
-from ft.state.transfer import Held, Holder, NotHeld, Visit, Withdrawn, serve
+from ft.state.transfer import CopyHolder, Held, NotHeld, Visit, Withdrawn, serve
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -149,7 +149,7 @@ BLOCK_S = 10.0
 _ANYWHERE = ("", "0.0.0.0", "::", "*")
 
 
-class StateServer(Holder):
+class StateServer(CopyHolder):
     """Serves the state of one rank, on the interface with the address ``host`` only.
 
     It gives out the offered state, if there is one, and the newest envelope.

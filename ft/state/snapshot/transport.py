@@ -36,9 +36,9 @@ from ft.state.transfer import (
     CONNECT_S,
     Arrival,
     Cancelled,
+    CopyHolder,
     Disturb,
     Held,
-    Holder,
     NotHeld,
     Outgoing,
     PeerLost,
@@ -289,7 +289,7 @@ def _physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class SnapshotServer(Holder):
+class SnapshotServer(CopyHolder):
     """One worker's end of the transport: sends snapshots to peers, receives peers' copies and serves fetches.
 
     It listens from its construction until :meth:`close`. At most one copy of each owner is received at a time. A newer

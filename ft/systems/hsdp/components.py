@@ -21,7 +21,7 @@ from typing import Any
 from ft.base.errors import FtError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
-from ft.faults.hang.inspection import CONNECT, FETCH, QUORUM, SEND, SERVER, Across, Operation, channel
+from ft.faults.hang.inspection import CONNECT, FETCH, QUORUM, SEND, SERVER, Operation, ReplicaGroup, channel
 from ft.faults.hang.replicas import AGREEMENT, QUESTIONS
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.job.quorum.client import QuestionState
@@ -78,7 +78,7 @@ reduction inside the replica."""
 
 
 @dataclass
-class Doing:
+class InspectionNotes:
     """What the threads of a rank note for an inspection.
 
     Attributes:
@@ -108,11 +108,11 @@ class _Found:
     rank: int
     operations: list[Operation] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    groups: dict[str, Across] = field(default_factory=dict)
+    groups: dict[str, ReplicaGroup] = field(default_factory=dict)
 
     def meets(self, group: str, replicas: Iterable[int], count: int) -> None:
         """Add a group with the same rank of these replicas, and the number of operations that were started in it."""
-        self.groups[group] = Across(tuple(sorted({self.replica, *replicas})), self.rank)
+        self.groups[group] = ReplicaGroup(tuple(sorted({self.replica, *replicas})), self.rank)
         self.counts[group] = count
 
 
@@ -151,7 +151,7 @@ def _question(found: _Found, view: QuestionState, is_awaited: bool) -> None:
     found.operations.append(Operation(QUESTIONS, QUORUM, number, awaited=is_awaited, age_s=age_s, about=about))
 
 
-def _ring(found: _Found, ring: RingState, doing: Doing, is_awaited: bool) -> None:
+def _ring(found: _Found, ring: RingState, doing: InspectionNotes, is_awaited: bool) -> None:
     """Add the ring's connecting or its last all-reduce. Their numbers count from the connecting on."""
     quorum = next((one for one in list(doing.quorums) if one.number == ring.number), None)
     if quorum is None or ring.members < 2:
@@ -168,7 +168,7 @@ def _ring(found: _Found, ring: RingState, doing: Doing, is_awaited: bool) -> Non
         found.operations.append(Operation(reduces, "all_reduce", ring.begun, done=done, awaited=waits, age_s=age_s))
 
 
-def _state(found: _Found, doing: Doing) -> None:
+def _state(found: _Found, doing: InspectionNotes) -> None:
     """Add the fetch of a state, on the rank that is behind and on those that hold their update back for it."""
     quorum = doing.quorums[-1] if doing.quorums else None
     if quorum is None:
@@ -226,7 +226,7 @@ class Components:
         verifier: Layer | None = None,
     ):
         self.session, self.place, self.position, self.client, self.work = session, place, position, client, work
-        self.batch, self.save_interval, self.doing = batch, save_interval, Doing()
+        self.batch, self.save_interval, self.doing = batch, save_interval, InspectionNotes()
         self.subject = TrainingState(chunks, optimizer, scheduler)
         session.role = self.subject.role
         self.state = ReplicaState(self.subject, position)

@@ -25,7 +25,7 @@ from ft.worker import protocol
 from megatron import patches
 from megatron.core import parallel_state
 
-_TELLERS = (0, 1)
+_REPORTING_RANKS = (0, 1)
 """Ranks that tell the quorum server that a lost worker is being replaced: two, because one of them may be the lost
 one."""
 
@@ -246,7 +246,7 @@ class ReplicaManager(Layer):
 
     def _interrupt(self, reason: str) -> None:
         place = self._parts.place
-        if place.in_place and self._notice is None and self.session.rank in _TELLERS:
+        if place.in_place and self._notice is None and self.session.rank in _REPORTING_RANKS:
             life = place.life_in(self.session.epoch)
             self._notice = ReplicaNotice(place.run_dir, place.replica, life, place.token, REPAIRS)
         client = self._parts.client

@@ -47,7 +47,7 @@ model the jumps were 0.03-0.10 after swap training, and 1.6-2.1 without."""
 
 
 @dataclass(frozen=True)
-class Protection:
+class ProtectionChoice:
     """What a row of the table buys.
 
     Attributes:
@@ -102,7 +102,7 @@ class Row:
         levels: what happens -> level of the ladder that follows, by the control plane.
     """
 
-    protection: Protection
+    protection: ProtectionChoice
     spares: int
     interval: int
     effective: float
@@ -186,7 +186,7 @@ def units_of(asked: Scenario, least: int = 2, most: int = 64) -> list[int]:
     return [n for n in range(least, min(most, nodes // each) + 1) if nodes % n == 0]
 
 
-def candidates(asked: Scenario, names: tuple[str, ...]) -> list[Protection]:
+def candidates(asked: Scenario, names: tuple[str, ...]) -> list[ProtectionChoice]:
     """Return the settings of a combination of protections that are tried."""
     names = names or (CHECKPOINTS,)
     if STAGES in names and asked.nodes < asked.stages:
@@ -198,7 +198,7 @@ def candidates(asked: Scenario, names: tuple[str, ...]) -> list[Protection]:
         for units in _thinned(units_of(asked, 8, 1000), 2):
             most = min(largest_redundancy(units), 12)
             found += [
-                Protection(names, units, 1 if HOT_SWAP in names else 0, r, returns)
+                ProtectionChoice(names, units, 1 if HOT_SWAP in names else 0, r, returns)
                 for r in (2, 3, 4, 6, 9, 12)
                 if r <= most
                 for returns in ((True,) if HOT_SWAP in names else (True, False))
@@ -206,8 +206,8 @@ def candidates(asked: Scenario, names: tuple[str, ...]) -> list[Protection]:
         return found
     if REPLICAS in names or FEWER in names:
         chosen = _thinned(units_of(asked), 5)
-        return [Protection(names, units, 1 if HOT_SWAP in names else 0) for units in chosen]
-    return [Protection(names, 1, k) for k in copies]
+        return [ProtectionChoice(names, units, 1 if HOT_SWAP in names else 0) for units in chosen]
+    return [ProtectionChoice(names, 1, k) for k in copies]
 
 
 def _thinned(numbers: Sequence[int], most: int) -> list[int]:
@@ -256,7 +256,7 @@ def _holders(nodes: int, copies: int, per_rack: int, replicas: int) -> np.ndarra
     return np.array([held[i] for i in range(nodes)], dtype=np.int64).ravel()
 
 
-def options(asked: Scenario, protection: Protection, interval: float) -> engine.RunConstants:
+def options(asked: Scenario, protection: ProtectionChoice, interval: float) -> engine.RunConstants:
     """Return the run for the engine."""
     names, units = protection.names, protection.units
     real, whole = np.zeros(12), np.zeros(7, dtype=np.int64)
@@ -352,7 +352,7 @@ def _replayed(asked: Scenario, nodes: int, failures: int) -> tuple[np.ndarray, n
     return at, np.tile(which, rounds)[:failures]
 
 
-def simulate(asked: Scenario, protection: Protection, standbys: int, interval: float, failures: int) -> Row:
+def simulate(asked: Scenario, protection: ProtectionChoice, standbys: int, interval: float, failures: int) -> Row:
     """Simulate about ``failures`` failures of the run, or up to 25 times as many if repairs take long."""
     repair = max(cause.repair_s for cause in asked.causes)
     failures = max(failures, min(25 * failures, math.ceil(20.0 * repair / asked.mtbf_s)))
@@ -508,7 +508,7 @@ def young(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2.0 * save_s * mtbf_s)
 
 
-def tuned(asked: Scenario, protection: Protection, standbys: int, failures: int) -> Row:
+def tuned(asked: Scenario, protection: ProtectionChoice, standbys: int, failures: int) -> Row:
     """Simulate with the interval that is asked for, or the best one."""
     if asked.interval:
         return simulate(asked, protection, standbys, asked.interval, failures)
@@ -536,7 +536,7 @@ def standbys_to_try(asked: Scenario) -> list[int]:
     return sorted(n for n in found if 0 <= n <= max(2.0, min(most, asked.nodes)))
 
 
-def best(asked: Scenario, protections: Sequence[Protection], search: int = 0) -> Row | None:
+def best(asked: Scenario, protections: Sequence[ProtectionChoice], search: int = 0) -> Row | None:
     """Return the cheapest row by paid GPU hours per useful hour, simulated with few failures; None if nothing works."""
     search = search or _SEARCH[engine.player()[0]]
     rows = [tuned(asked, one, n, search) for one in _promising(asked, protections, search)
@@ -544,7 +544,7 @@ def best(asked: Scenario, protections: Sequence[Protection], search: int = 0) ->
     return min(rows, key=lambda row: row.paid) if rows else None
 
 
-def _promising(asked: Scenario, protections: Sequence[Protection], search: int) -> list[Protection]:
+def _promising(asked: Scenario, protections: Sequence[ProtectionChoice], search: int) -> list[ProtectionChoice]:
     """Return the three protections that do best with a middling number of standbys."""
     if len(protections) <= 3:
         return list(protections)
@@ -627,9 +627,9 @@ def table(asked: Scenario, progress: Any = None) -> list[Row]:
     return sorted(rows, key=lambda row: (row.paid, row.spares, row.protection.title))
 
 
-def _apart(protections: Sequence[Protection]) -> list[list[Protection]]:
+def _apart(protections: Sequence[ProtectionChoice]) -> list[list[ProtectionChoice]]:
     """Return lists of the protections that have a row each: lost groups return or not, CheckFree with copies or not."""
-    lists: dict[tuple, list[Protection]] = {}
+    lists: dict[tuple, list[ProtectionChoice]] = {}
     for one in protections:
         lists.setdefault((one.returns, one.copies > 0), []).append(one)
     return list(lists.values())

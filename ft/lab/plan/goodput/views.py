@@ -41,9 +41,9 @@ def _best(asked: Scenario) -> dict[str, Any]:
     """Return name -> the best row of checkpoints alone, hot-swap with one copy, and replicas."""
     from ft.lab.plan.goodput import model
 
-    tried = {"checkpoints": [model.Protection((model.CHECKPOINTS,))]}
+    tried = {"checkpoints": [model.ProtectionChoice((model.CHECKPOINTS,))]}
     if asked.nodes > 1:
-        tried["hot-swap"] = [model.Protection((HOT_SWAP,), copies=1)]
+        tried["hot-swap"] = [model.ProtectionChoice((HOT_SWAP,), copies=1)]
     tried["replicas"] = model.candidates(asked, (REPLICAS,))
     return {name: model.best(asked, each) for name, each in tried.items() if each}
 

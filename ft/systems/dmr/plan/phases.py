@@ -48,7 +48,7 @@ from ft.systems.dmr.plan.trace import (
 )
 
 
-class Holdings:
+class HeldTensors:
     """The memory of one stage, by slots of time: slot k lies between the end of window k - 1 and the end of window k.
 
     A tensor that is kept for a verification in window k exists until that window ends. It costs memory from the time
@@ -175,7 +175,7 @@ class Draft:
         self.windows = sorted(usable, key=lambda window: window.end_us)
         room = rooms(self.windows)
         self.room = [room[window.id] for window in self.windows]
-        self.holdings = Holdings(trace, stage, self.windows, budget)
+        self.holdings = HeldTensors(trace, stage, self.windows, budget)
         self.assign: dict[str, Assignment] = {}
         self.otherwise: dict[str, Assignment] = {}
         self.segments: dict[str, AgcSegment] = {}

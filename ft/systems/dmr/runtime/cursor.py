@@ -13,7 +13,7 @@ NO_LAYER = 0
 
 
 @dataclass(slots=True)
-class Unit:
+class ExecutedUnit:
     """The operators of one phase of one microbatch on one model chunk of this rank. ``index``: number of the next
     operator in the unit, from 0."""
 
@@ -72,14 +72,14 @@ class ExecutionCursor:
 
     def restart(self) -> None:
         """Begin an iteration."""
-        self._units: dict[tuple[str, int, int], Unit] = {}
+        self._units: dict[tuple[str, int, int], ExecutedUnit] = {}
         self._forwards: dict[int, int] = {}
         self._made: dict[int, tuple[int, int]] = {}
         self.layer = NO_LAYER
         self.executed = 0
         self.unit = self._outside = self._of(BETWEEN, 0, 0)
 
-    def count(self) -> tuple[Unit, int]:
+    def count(self) -> tuple[ExecutedUnit, int]:
         """Count an operator that is about to be executed; return its unit and its number in that unit."""
         unit = self.unit
         index = unit.index
@@ -112,13 +112,13 @@ class ExecutionCursor:
         """End the current unit."""
         self.unit, self.layer = self._outside, NO_LAYER
 
-    def recompute(self) -> Unit:
+    def recompute(self) -> ExecutedUnit:
         """Begin a recomputation within a backward pass; return the unit to be passed to ``back`` at its end."""
         before = self.unit
         self.unit = self._of(RECOMPUTE, before.chunk, before.microbatch)
         return before
 
-    def back(self, unit: Unit) -> None:
+    def back(self, unit: ExecutedUnit) -> None:
         """Return to ``unit`` at the end of a recomputation."""
         self.unit = unit
 
@@ -127,5 +127,5 @@ class ExecutionCursor:
         unit = self.unit
         return OperatorCall(operator, unit.phase, unit.chunk, unit.microbatch, self.layer, index)
 
-    def _of(self, phase: str, chunk: int, microbatch: int) -> Unit:
-        return self._units.setdefault((phase, chunk, microbatch), Unit(phase, chunk, microbatch))
+    def _of(self, phase: str, chunk: int, microbatch: int) -> ExecutedUnit:
+        return self._units.setdefault((phase, chunk, microbatch), ExecutedUnit(phase, chunk, microbatch))

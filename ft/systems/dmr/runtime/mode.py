@@ -30,7 +30,7 @@ from ft.systems.dmr.runtime.operators import (
 )
 from ft.systems.dmr.runtime.queue import Execution, Queue
 from ft.systems.dmr.runtime.segments import Segment
-from ft.systems.dmr.runtime.strategy import DEFERRED, Decision, Strategy
+from ft.systems.dmr.runtime.strategy import DEFERRED, CheckMethod, Strategy
 
 if TYPE_CHECKING:
     from ft.systems.dmr.runtime.injection import Falsifier
@@ -179,7 +179,7 @@ class DoubleExecutionMode(TorchDispatchMode):
         self.disturb(CHECKER if self.again else PRIMARY, call.kind.name, outs)
         (self.segment.again if self.again else self.segment.primary)(at, outs)
 
-    def _later(self, call: Call, index: int, decision: Decision) -> Any:
+    def _later(self, call: Call, index: int, decision: CheckMethod) -> Any:
         state = state_before(call)
         out = execute(call.func, call.args, call.kwargs)
         outs = results(call, out)

@@ -33,7 +33,7 @@ from ft.systems.dmr.plan import online
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
 from ft.systems.dmr.runtime.operators import Call, execute_again, results, returned, tensors_in
-from ft.systems.dmr.runtime.strategy import Decision, PlannedSegment
+from ft.systems.dmr.runtime.strategy import CheckMethod, PlannedSegment
 
 _T = TypeVar("_T")
 
@@ -455,7 +455,7 @@ class Queue:
     def __bool__(self) -> bool:
         return bool(len(self._waiting) or self._replays)
 
-    def put(self, done: Execution, decision: Decision) -> bool:
+    def put(self, done: Execution, decision: CheckMethod) -> bool:
         """Defer the verification of an operator that has just been executed. Return False if the operator has to be
         verified immediately, because its segment has been replayed already."""
         if decision.replay is not None:

@@ -26,14 +26,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ft.systems.dmr.plan.trace import PIGGYBACK
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch, Rows
-from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
+from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, CheckMethod
 
 _CONFIRMED = 3
 _MOST_SCRIPTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SegmentStep:
     """One operator of a recomputation; extra if the forward pass has no corresponding operator."""
 
     name: str
@@ -45,14 +45,14 @@ class RecomputationSteps:
     has been seen ``_CONFIRMED`` times, since two results may be equal by chance."""
 
     def __init__(self):
-        self._seen: dict[tuple[str, ...], tuple[tuple[Step, ...], int]] = {}
+        self._seen: dict[tuple[str, ...], tuple[tuple[SegmentStep, ...], int]] = {}
 
-    def of(self, forward: Sequence[str]) -> tuple[Step, ...]:
+    def of(self, forward: Sequence[str]) -> tuple[SegmentStep, ...]:
         """Return the steps that are expected in the recomputation of a forward pass with these operators."""
         script, times = self._seen.get(tuple(forward), ((), 0))
-        return script if times >= _CONFIRMED else tuple(Step(name, is_extra=False) for name in forward)
+        return script if times >= _CONFIRMED else tuple(SegmentStep(name, is_extra=False) for name in forward)
 
-    def saw(self, forward: Sequence[str], script: tuple[Step, ...]) -> None:
+    def saw(self, forward: Sequence[str], script: tuple[SegmentStep, ...]) -> None:
         """Record the steps of a recomputation that had no mismatch."""
         if len(self._seen) >= _MOST_SCRIPTS:
             self._seen.clear()
@@ -99,7 +99,7 @@ class Segment:
         """Return whether the memory of all ``tensors`` was allocated by operators of this pass of the segment."""
         return all(tensor.untyped_storage()._cdata in self._created for tensor in tensors)
 
-    def settle(self, decision: Decision, name: str, *, again: bool) -> Decision:
+    def settle(self, decision: CheckMethod, name: str, *, again: bool) -> CheckMethod:
         """Return the decision for the next operator, changed so that forward pass and recomputation (``again``) agree:
         either both executions of an operator are recorded for the comparison or neither is. Where a run deviates from
         its plan, the plan may contain contradicting decisions about the two executions."""
@@ -131,7 +131,7 @@ class Segment:
         """Begin the recomputation."""
         self._found = self._findings.rows()
         self._script = self._scripts.of(self._names)
-        self._steps: list[Step] = []
+        self._steps: list[SegmentStep] = []
         self._rows: list[range] = []
         self._lost_at: int | None = None
         self._position = 0
@@ -155,7 +155,7 @@ class Segment:
     def again(self, at: OperatorCall, outs: Sequence[torch.Tensor], sent: Rows | None = None) -> None:
         """Record the results of an operator of the recomputation; the arguments are those of :meth:`primary`."""
         is_extra = self._lost_at is None and self._script[len(self._steps)].is_extra
-        self._steps.append(Step(at.operator, is_extra))
+        self._steps.append(SegmentStep(at.operator, is_extra))
         parts = sent.count if sent is not None else 0
         self._rows.append(range(self._found.count, self._found.count + parts + len(outs)))
         if parts:
@@ -210,6 +210,6 @@ class Segment:
             row += width
         self._findings.unverified += sum(number not in partners for number in range(self._lost_at))
         if is_whole:
-            steps = (Step(step.name, number not in partners) for number, step in enumerate(self._steps))
+            steps = (SegmentStep(step.name, number not in partners) for number, step in enumerate(self._steps))
             self._scripts.saw(self._names, tuple(steps))
         self._expected = self._found = None

@@ -26,7 +26,7 @@ from ft.systems.dmr.plan.trace import (
     UNCHECKED,
     Plan,
 )
-from ft.systems.dmr.runtime.cursor import Unit, operator_id
+from ft.systems.dmr.runtime.cursor import ExecutedUnit, operator_id
 
 _SURE = 3
 """After a deviation: number of consecutive operators whose names must match the plan until the position is known."""
@@ -72,7 +72,7 @@ class OperatorAligner:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class CheckMethod:
     """How one operator is verified.
 
     Attributes:
@@ -94,7 +94,7 @@ class Decision:
 
 
 DEFERRED = (D_INTER, D_INTRA)
-AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = Decision(NAIVE), Decision(PIGGYBACK), Decision(UNCHECKED)
+AT_ONCE, WITH_RECOMPUTATION, _LEFT_OUT = CheckMethod(NAIVE), CheckMethod(PIGGYBACK), CheckMethod(UNCHECKED)
 
 
 class PlannedSegment(NamedTuple):
@@ -128,7 +128,7 @@ class Strategy:
         self.replays: dict[str, PlannedSegment] = {}
         self.helpers: dict[str, list[str]] = {}
 
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+    def decide(self, unit: ExecutedUnit, index: int, operator: str, in_segment: bool) -> CheckMethod:
         """Return how operator number ``index`` (from 0) of a unit is verified. Has to be called for each operator, in
         order. ``in_segment``: whether it belongs to an activation-checkpointing segment that is, or will be,
         recomputed."""
@@ -159,7 +159,7 @@ class Planned(Strategy):
             for window in plan.trace.windows
             if window.stage == stage
         }
-        self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
+        self._decisions: dict[tuple[str, int, int], list[tuple[str, CheckMethod]]] = {}
         for ordinal, op in enumerate(ops, 1):
             how, where = plan.assign[op.id], (op.phase, op.chunk, op.microbatch)
             unit = self._decisions.setdefault(where, [])
@@ -171,7 +171,7 @@ class Planned(Strategy):
             when = 0 if how.window is None else due[how.window]
             kept = (plan.trace.tensors[tensor] for tensor in dict.fromkeys(op.tensors))
             size = sum(tensor.bytes for tensor in kept if tensor.free_us is not None)
-            unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
+            unit.append((op.name, CheckMethod(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
         # Units in which every operator is verified immediately need no alignment with the plan. This matters for the
         # optimizer's operators: tensor-parallel ranks do not all have the same parameters to update.
         self._abreast = {unit: OperatorAligner([name for name, _ in found]) for unit, found in self._decisions.items()}
@@ -180,11 +180,11 @@ class Planned(Strategy):
         }
         self._plan_replays(plan, stage, due)
 
-    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+    def decide(self, unit: ExecutedUnit, index: int, operator: str, in_segment: bool) -> CheckMethod:
         planned = self._planned(unit, index, operator, in_segment)  # in any case, because it follows the order
         return _LEFT_OUT if operator in self._unstable else planned
 
-    def _planned(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+    def _planned(self, unit: ExecutedUnit, index: int, operator: str, in_segment: bool) -> CheckMethod:
         where = (unit.phase, unit.chunk, unit.microbatch)
         if where in self._all_at_once:
             planned = self._decisions[where]
