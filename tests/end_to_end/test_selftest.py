@@ -75,7 +75,7 @@ def test_the_script_for_a_machine_with_a_gpu_collects_its_results(tmp_path):
 @pytest.mark.long
 def test_the_probes_of_a_gpu_run_dry_on_a_cpu(tmp_path):
     out = tmp_path / "probes.jsonl"
-    only = ["init-kill", "send-send", "host-cost", "register", "exit", "context"]
+    only = ["init-kill", "send-send", "host-cost", "gil", "register", "exit", "context", "step-end"]
     command = [sys.executable, "tools/experiments/gpu_probes.py", "--dry-run", "--out", str(out), "--only", *only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     first, *lines = map(json.loads, out.read_text().splitlines())
