@@ -65,8 +65,7 @@ class Context:
 
     def backend(self, name: str = "group", blocking: int = 0) -> Any:
         """Return a new NCCL backend, or one of gloo, over all ranks of the probe."""
-        store = dist.PrefixStore(name, self.store)
-        limit = timedelta(seconds=60)
+        store, limit = dist.PrefixStore(name, self.store), timedelta(seconds=60)
         if self.is_dry:
             self._kept.append(dist.ProcessGroupGloo(store, self.rank, self.size, limit))
         else:
@@ -110,6 +109,10 @@ class Call(threading.Thread):
         except Exception as error:
             self.error = f"{type(error).__name__}: {str(error)[:200]}"
         self.seconds = round(time.monotonic() - began, 3)
+
+    def outcome(self) -> str | float:
+        """Return the error, or the seconds; "hangs" if the call has not returned."""
+        return self.error or ("hangs" if self.seconds is None else self.seconds)
 
 
 def abort_while_made(context: Context) -> Found:
@@ -161,7 +164,7 @@ def both_send_first(context: Context) -> Found:
 
             call = Call(exchange)
             call.join(10)
-            found[f"{mib} MiB {'together' if together else 'alone'}"] = call.error or call.seconds or "hangs"
+            found[f"{mib} MiB {'together' if together else 'alone'}"] = call.outcome()
             if call.seconds is None:
                 backend.abort()
     return found
@@ -315,7 +318,7 @@ def reconfigured_groups(context: Context) -> Found:
         found[f"{name}, sum"] = result[0].item()
         if number and context.rank == 0:
             hung.join(5)
-            found[f"{name}, operation"] = hung.error or hung.seconds or "hangs"
+            found[f"{name}, operation"] = hung.outcome()
     return found
 
 
