@@ -58,16 +58,13 @@ def test_in_a_slurm_job_it_runs_on_every_node_by_itself(tmp_path):
 
 @pytest.mark.long
 def test_the_script_for_a_machine_with_a_gpu_collects_its_results(tmp_path):
-    environ = {**os.environ, "OUT": str(tmp_path), "MINUTES": "0.3", "TESTS_S": "0", "PYTHON": sys.executable}
+    short = {"MINUTES": "0.3", "WHOLE_S": "0", "TESTS_S": "0"}
+    environ = {**os.environ, **short, "OUT": str(tmp_path), "PYTHON": sys.executable}
     script = "tools/experiments/gpu_session.sh"
     done = subprocess.run(["bash", script], cwd=ROOT, env=environ, capture_output=True, timeout=180, check=False)
     assert done.returncode == 0, done
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "logs.tar.gz",
-        "machine.txt",
-        "selftest.json",
-        "selftest.txt",
-    ]
+    made = ["logs.tar.gz", "machine.txt", "selftest.json", "selftest.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == made
     assert json.loads((tmp_path / "selftest.json").read_text())["passed"]
     assert "torch" in (tmp_path / "machine.txt").read_text()
 
@@ -75,7 +72,7 @@ def test_the_script_for_a_machine_with_a_gpu_collects_its_results(tmp_path):
 @pytest.mark.long
 def test_the_probes_of_a_gpu_run_dry_on_a_cpu(tmp_path):
     out = tmp_path / "probes.jsonl"
-    only = ["init-kill", "send-send", "host-cost", "register", "exit", "context"]
+    only = ["init-kill", "send-send", "host-cost", "gil", "register", "exit", "context", "step-end"]
     command = [sys.executable, "tools/experiments/gpu_probes.py", "--dry-run", "--out", str(out), "--only", *only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     first, *lines = map(json.loads, out.read_text().splitlines())

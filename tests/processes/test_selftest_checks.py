@@ -12,7 +12,7 @@ from ft.lab.selftest.table import CHECKS
 from ft.platform.network import free_port
 
 LONG = pytest.mark.long
-LIGHT = "versions,storage,one-rank,both-send,snapshot,ring,digests"
+LIGHT = "versions,storage,one-rank,both-send,snapshot,launches,freed,ring,digests"
 OTHERS = "hung-groups", "groups,fork,killed-rank,killed-making", "training", "kill", "stop", "stall", "reproducible"
 FOUND = {
     "versions": "megatron-core is not installed here",
@@ -29,9 +29,9 @@ FOUND = {
     "fork": "did not use its device: rank 0 of 1 did not come back within 30 s",
     "reproducible": "vary: ones_like",
     "training": "the run stopped with code",
-    "kill": "instead of one replaced worker",
-    "stall": "instead of one replaced worker",
-    "stop": "instead of one replaced worker",
+    **dict.fromkeys(("kill", "stall", "stop"), "instead of one replaced worker"),
+    "launches": "no other thread ran for 2",
+    "freed": "still in use 2.00 s after SIGKILL",
     "ports": "does not reach 127.0.0.1:1",
     "clocks": "behind that of node 0",
 }

@@ -168,22 +168,13 @@ def protections(arguments: argparse.Namespace, job) -> dict:
 
 def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
     """Return side -> seconds of each measured step."""
-    import torch.distributed as dist
-
     from megatron.ft_trainer.loop import train_step
 
-    times = {name: [] for name in sides}
-    for number in range(arguments.rounds + WARM_UP):
-        names = list(sides)
-        for name in names if number % 2 else names[::-1]:
-            take_side(job, sides[name])
-            dist.barrier()
-            began = time.perf_counter()
-            train_step(job)
-            dist.barrier()
-            if number >= WARM_UP:
-                times[name].append(time.perf_counter() - began)
-    return times
+    def step(side: str) -> None:
+        take_side(job, sides[side])
+        train_step(job)
+
+    return in_ranks.alternate(list(sides), arguments.rounds, step, WARM_UP)
 
 
 def times_of_answer(job, side, rounds: int) -> dict:

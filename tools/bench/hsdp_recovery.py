@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+from in_ranks import ROOT, median_ms
 
-from ft.base import events  # noqa: E402
-from ft.observe.report import record  # noqa: E402
-from ft.observe.report.lineage import FAILURE, REJOIN  # noqa: E402
-from ft.systems.hsdp import commits  # noqa: E402
+from ft.base import events
+from ft.observe.report import record
+from ft.observe.report.lineage import FAILURE, REJOIN
+from ft.systems.hsdp import commits
 
 START_S, RETURN_S, END_S = 90.0, 60.0, 30.0
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
@@ -234,10 +233,6 @@ def in_turn(phases: dict[str, list[float]]) -> dict[str, float]:
 def options(arguments: argparse.Namespace) -> dict:
     """Return the flags, without paths of this machine."""
     return {name: value for name, value in vars(arguments).items() if name != "keep"}
-
-
-def median_ms(seconds: list[float]) -> float:
-    return round(1e3 * statistics.median(seconds), 1)
 
 
 def every_ms(seconds: list[float]) -> list[int]:

@@ -20,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))
 
-import in_ranks  # noqa: E402
+import in_ranks
 
-from ft.protection.contract import Layer  # noqa: E402
-from ft.protection.stack import Stack  # noqa: E402
+from ft.protection.contract import Layer
+from ft.protection.stack import Stack
 
 WARM_UP = 2
 

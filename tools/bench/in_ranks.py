@@ -148,6 +148,39 @@ def protected_job(flags: str, ranks: int, *features: str) -> tuple[Any, Any, Any
     return session, job, protections.stack(JobTrainer(job))
 
 
+def alternate(
+    sides: Sequence[str], blocks: int, block: Callable[[str], None], warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Run blocks of steps of several sides in turn, so that a slow machine slows all of them down.
+
+    Args:
+        sides: names of the sides; the order of each turn is the reverse of that before.
+        blocks: number of blocks of each side that count.
+        block: runs a block of the side that it is given.
+        warm_up: number of first blocks of each side that do not count.
+
+    Returns:
+        side -> seconds of each of its blocks, from one barrier of the ranks to the next.
+    """
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(blocks + warm_up):
+        for side in sides if number % 2 else sides[::-1]:
+            dist.barrier()
+            began = time.perf_counter()
+            block(side)
+            dist.barrier()
+            if number >= warm_up:
+                times[side].append(time.perf_counter() - began)
+    return times
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """Return the median of seconds in milliseconds."""
+    return round(1e3 * statistics.median(seconds), 1)
+
+
 def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
     """Return the three quartiles, rounded."""
     return [round(each, digits) for each in statistics.quantiles(values, n=4)]

@@ -10,7 +10,6 @@ Both sides use the interruptible process groups.
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,14 +33,12 @@ def main(argv: list[str]) -> int:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the steps with and without hot-swap on this worker; rank 0 writes the result."""
-    import torch.distributed as dist
-
     from megatron.ft_trainer.logging.runlog import count_parameters
     from megatron.ft_trainer.loop import train_step
 
     session, job, stack = in_ranks.protected_job(flags_of(arguments), arguments.ranks)
     (guard,) = stack.layers
-    optimizer, times, stats = job.trainee.optimizer, {"on": [], "off": []}, []
+    optimizer, times, stats = job.trainee.optimizer, {}, []
     protected_step = optimizer.step
 
     def block(side: str) -> None:
@@ -55,21 +52,9 @@ def measure(arguments: argparse.Namespace) -> None:
             if side == "on":
                 guard.committed()
                 stats.append(guard.snapshots.stats)
+        guard.snapshots.wait()
 
-    def work() -> None:
-        for number in range(arguments.blocks + 1):
-            for side in ("on", "off") if number % 2 else ("off", "on"):
-                guard.snapshots.wait()
-                dist.barrier()
-                began = time.perf_counter()
-                block(side)
-                if side == "on":
-                    guard.snapshots.wait()
-                dist.barrier()
-                if number >= 1:  # the first pair warms up
-                    times[side].append((time.perf_counter() - began) / arguments.block_steps)
-
-    guard.run_with_recovery(work)
+    guard.run_with_recovery(lambda: times.update(in_ranks.alternate(["on", "off"], arguments.blocks, block)))
     if session.rank == 0:
         found = result(arguments, times, stats, count_parameters(job.trainee.chunks), guard)
         in_ranks.publish(found)
@@ -89,7 +74,7 @@ def result(arguments: argparse.Namespace, times: dict, stats: list, parameters: 
 
     Args:
         arguments: the command line.
-        times: side -> seconds of a step in each block.
+        times: side -> seconds of each block.
         stats: the statistics of all snapshots.
         parameters: number of parameters of the model.
         guard: the hot-swap layer of rank 0.
@@ -100,8 +85,8 @@ def result(arguments: argparse.Namespace, times: dict, stats: list, parameters: 
         "bench": "protection",
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": in_ranks.quartiles(ratios),
-        "on_s": round(statistics.median(times["on"]), 4),
-        "off_s": round(statistics.median(times["off"]), 4),
+        "on_s": round(statistics.median(times["on"]) / arguments.block_steps, 4),
+        "off_s": round(statistics.median(times["off"]) / arguments.block_steps, 4),
         "parameters": parameters,
         "d2h_bytes_per_step": whole[-1].bytes_d2h,
         "h2h_bytes_per_step": whole[-1].bytes_h2h,

@@ -20,11 +20,10 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
+from in_ranks import ROOT
 
-from ft.base import token  # noqa: E402
-from ft.job.quorum import QuorumClient, Report  # noqa: E402
+from ft.base import token
+from ft.job.quorum import QuorumClient, Report
 
 LIMIT_S, WARM_UP = 60.0, 20
 CHANNEL_HOST = """

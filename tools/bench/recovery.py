@@ -28,12 +28,10 @@ import time
 from pathlib import Path
 
 import psutil
+from in_ranks import ROOT, median_ms
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
-
-from ft.base import events  # noqa: E402
-from ft.record.recoveries import PHASES, recoveries  # noqa: E402
+from ft.base import events
+from ft.record.recoveries import PHASES, recoveries
 
 LAYOUTS = {2: (1, 1), 4: (1, 2), 8: (2, 2), 16: (2, 4)}
 """Ranks -> (tensor, pipeline) parallel size; the rest is data parallelism."""
@@ -220,10 +218,6 @@ def times(ours: list) -> dict:
         "phases_ms": {name: median_ms([r.phases.get(name, 0.0) for r in ours]) for name in PHASES},
         "groups_rebuilt_of": [ours[0].rebuilt, ours[0].groups],
     }
-
-
-def median_ms(seconds: list[float]) -> float:
-    return round(statistics.median(seconds) * 1e3, 1)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))
 
-import in_ranks  # noqa: E402
-from hsdp_step import WARM_UP, flags_of, gloo_group  # noqa: E402
+import in_ranks
+from hsdp_step import WARM_UP, flags_of, gloo_group
 
 RANKS = 1
 COPIES = 20

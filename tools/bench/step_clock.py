@@ -35,8 +35,6 @@ def main(argv: list[str]) -> int:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the steps with and without the clock on this worker; rank 0 writes the result."""
-    import torch.distributed as dist
-
     from ft.base.step_clock import CLOCK
     from megatron.ft_trainer.loop import train_step
 
@@ -46,7 +44,7 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     session, job, stack = in_ranks.protected_job(flags, arguments.ranks)
     job.protection = stack
-    times, calls = {"on": [], "off": []}, []
+    measured: list = []
 
     def block(side: str) -> None:
         CLOCK.is_running = side == "on"
@@ -56,20 +54,12 @@ def measure(arguments: argparse.Namespace) -> None:
             job.protection.committed()
 
     def work() -> None:
-        for number in range(arguments.pairs + 1):
-            for side in ("on", "off") if number % 2 else ("off", "on"):
-                dist.barrier()
-                began = time.perf_counter()
-                block(side)
-                dist.barrier()
-                if number >= 1:  # the first pair warms up
-                    times[side].append((time.perf_counter() - began) / arguments.block_steps)
-        calls.append(calls_of(CLOCK, lambda: block("on")) / arguments.block_steps)
+        measured.append(in_ranks.alternate(["on", "off"], arguments.pairs, block))
+        measured.append(calls_of(CLOCK, lambda: block("on")) / arguments.block_steps)
 
     job.protection.run_with_recovery(work)
     if session.rank == 0:
-        found = result(arguments, times, calls[0], cost_of_a_call(), cost_of_a_report())
-        in_ranks.publish(found)
+        in_ranks.publish(result(arguments, *measured, cost_of_a_call(), cost_of_a_report()))
     session.close()
 
 
@@ -125,18 +115,18 @@ def result(arguments: argparse.Namespace, times: dict, calls: float, call_s: flo
 
     Args:
         arguments: the command line.
-        times: side -> seconds of a step in each block.
+        times: side -> seconds of each block.
         calls: calls of the clock in a step.
         call_s: seconds of one call.
         report_s: seconds of one report on ten steps.
     """
     ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
-    off_s = statistics.median(times["off"])
+    on_s, off_s = (statistics.median(times[side]) / arguments.block_steps for side in ("on", "off"))
     return {
         "bench": "step_clock",
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": in_ranks.quartiles(ratios),
-        "on_s": round(statistics.median(times["on"]), 5),
+        "on_s": round(on_s, 5),
         "off_s": round(off_s, 5),
         "calls_per_step": round(calls, 1),
         "call_ns": round(call_s * 1e9),

@@ -39,16 +39,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     corpus = str(in_ranks.folder() / "corpus")
     sides = {"plain": plain_side(arguments, corpus), "ours": our_side(arguments, corpus)}
-    times = {name: [] for name in sides}
-    for block in range(arguments.blocks + 2):
-        order = list(sides) if block % 2 else list(sides)[::-1]
-        for name in order:
-            dist.barrier()
-            started = time.perf_counter()
-            sides[name]()
-            dist.barrier()
-            if block >= 2:  # the first two blocks warm up
-                times[name].append((time.perf_counter() - started) / arguments.block_steps)
+    times = in_ranks.alternate(list(sides), arguments.blocks, lambda name: sides[name](), warm_up=2)
     if dist.get_rank() == 0:
         in_ranks.publish(result(arguments, times))
     dist.destroy_process_group()
@@ -106,8 +97,8 @@ def result(arguments: argparse.Namespace, times: dict[str, list[float]]) -> dict
         "bench": "step_time",
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": in_ranks.quartiles(ratios),
-        "ours_ms": round(statistics.median(times["ours"]) * 1e3, 3),
-        "plain_ms": round(statistics.median(times["plain"]) * 1e3, 3),
+        "ours_ms": round(statistics.median(times["ours"]) / arguments.block_steps * 1e3, 3),
+        "plain_ms": round(statistics.median(times["plain"]) / arguments.block_steps * 1e3, 3),
         "pairs": len(ratios),
         **vars(arguments),
     }

@@ -21,11 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
-
-import hsdp_campaign  # noqa: E402
-from fault_campaign import corpus, read  # noqa: E402
+import hsdp_campaign
+from fault_campaign import corpus, read
 
 STEPS, FIRST, FAULTS, SPACING = 36, 5, 4, 7
 SAVE_INTERVAL = 6

@@ -15,16 +15,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
+import fault_campaign
+import replica_runs
 
-import replica_runs  # noqa: E402
-from fault_campaign import corpus  # noqa: E402
-
-from ft.base import events  # noqa: E402
-from ft.job.control import recovery  # noqa: E402
-from ft.show import axes, palette  # noqa: E402
-from ft.show.text import table  # noqa: E402
+from ft.base import events
+from ft.job.control import recovery
+from ft.show import axes, palette
+from ft.show.text import table
 
 STEPS, REPLICAS, WORKERS = 104, 2, 4
 FLAGS = "--use-distributed-optimizer --ft-hot-swap --ft-checkfree"
@@ -93,7 +90,7 @@ def _run(into: Path) -> replica_runs.Done:
     for name in ("run", "save"):
         shutil.rmtree(into / name, ignore_errors=True)
     saves = f"--save {into / 'save'} --save-interval {SAVE_INTERVAL}"
-    flags = replica_runs.flags(corpus(into), f"{FLAGS} {saves}", STEPS, batch=16)
+    flags = replica_runs.flags(fault_campaign.corpus(into), f"{FLAGS} {saves}", STEPS, batch=16)
     specs = ",".join(spec for loss in LOSSES for spec in loss.specs)
     os.environ["OMP_NUM_THREADS"] = "1"
     options = f"--standby 1 --inject {specs}"

@@ -5,8 +5,8 @@
 
 Each probe has a limit, and writes one line of JSON as soon as it has ended: its name, how it ended ("done", "failed",
 "killed at its limit"), the seconds, and what it found. Two NCCL ranks share one GPU: each has a NCCL_HOSTID of its own,
-because NCCL compares host and bus of its ranks. No GPU has run this. The probes gil,
-is-completed, reconfigure, init-abort-eager and context-nvls have not been seen to end in a dry run either.
+because NCCL compares host and bus of its ranks. No GPU has run this. In a dry run every probe has been seen to end;
+``reconfigure`` skips itself there with torch before 2.14.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from ft.lab.selftest.checks.driver import Holder, Ticker
 from ft.platform import processes, releases
 from ft.state.snapshot.buffers import HostBuffer, SlotFile
 
@@ -45,12 +46,16 @@ class Context:
         rank: rank of the process.
         size: number of processes.
         is_dry: whether to run on the CPU, with small sizes.
+
+    Attributes:
+        store: a store that the processes share.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, is_dry: bool):
         self.folder, self.rank, self.size, self.is_dry = folder, rank, size, is_dry
         self.device = torch.device("cpu" if is_dry else "cuda:0")
-        self._store = dist.FileStore(str(folder / "store"), size)  # the end of the last one removes the file
+        self.store = dist.FileStore(str(folder / "store"), size)  # the end of the last one removes the file
+        self._kept: list[Any] = []  # a backend's destructor waits for operations that hang
         if not is_dry:
             torch.cuda.set_device(self.device)
 
@@ -60,13 +65,19 @@ class Context:
 
     def backend(self, name: str = "group", blocking: int = 0) -> Any:
         """Return a new NCCL backend, or one of gloo, over all ranks of the probe."""
-        store = dist.PrefixStore(name, self._store)
-        limit = timedelta(seconds=60)
+        store, limit = dist.PrefixStore(name, self.store), timedelta(seconds=60)
         if self.is_dry:
-            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout, options.config.blocking = limit, blocking
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._kept.append(dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout, options.config.blocking = limit, blocking
+            self._kept.append(dist.ProcessGroupNCCL(store, self.rank, self.size, options))
+        return self._kept[-1]
+
+    def meet(self, place: str) -> None:
+        """Wait for all processes of the probe."""
+        self.store.set(f"{place}/{self.rank}", "")
+        self.store.wait([f"{place}/{rank}" for rank in range(self.size)])
 
     def tensor(self, nbytes: int) -> torch.Tensor:
         return torch.ones(nbytes // 4, device=self.device)
@@ -99,25 +110,9 @@ class Call(threading.Thread):
             self.error = f"{type(error).__name__}: {str(error)[:200]}"
         self.seconds = round(time.monotonic() - began, 3)
 
-
-class Ticker(threading.Thread):
-    """Ticks every 10 ms; ``longest_s`` is the longest time without a tick."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.longest_s, self._over = 0.0, threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        last = time.monotonic()
-        while not self._over.wait(0.01):
-            now = time.monotonic()
-            self.longest_s, last = max(self.longest_s, round(now - last, 3)), now
-
-    def stop(self) -> float:
-        self._over.set()
-        self.join()
-        return self.longest_s
+    def outcome(self) -> str | float:
+        """Return the error, or the seconds; "hangs" if the call has not returned."""
+        return self.error or ("hangs" if self.seconds is None else self.seconds)
 
 
 def abort_while_made(context: Context) -> Found:
@@ -169,16 +164,17 @@ def both_send_first(context: Context) -> Found:
 
             call = Call(exchange)
             call.join(10)
-            found[f"{mib} MiB {'together' if together else 'alone'}"] = call.error or call.seconds or "hangs"
+            found[f"{mib} MiB {'together' if together else 'alone'}"] = call.outcome()
             if call.seconds is None:
                 backend.abort()
     return found
 
 
 def cost_of_a_launch(context: Context) -> Found:
-    """Microseconds per all-reduce of 4 KiB on the host, and threads, with blocking and non-blocking communicators."""
+    """Microseconds of the host for an all-reduce of 4 KiB, and threads started, with blocking communicators and not."""
     found = {}
     for blocking in (1, 0):
+        threads = processes.threads()
         backend, tensor = context.backend(str(blocking), blocking), context.tensor(4096)
         backend.allreduce([tensor]).wait()
         context.wait()
@@ -187,7 +183,7 @@ def cost_of_a_launch(context: Context) -> Found:
             backend.allreduce([tensor])
         found[f"blocking {blocking}, us"] = round((time.perf_counter() - began) / count * 1e6, 1)
         context.wait()
-        found[f"blocking {blocking}, threads"] = processes.threads()
+        found[f"blocking {blocking}, threads"] = processes.threads() - threads
     return found
 
 
@@ -263,53 +259,90 @@ def _copy_rate(buffer: HostBuffer) -> float:
     return round((1 << 30) / began.elapsed_time(end) / 1e6, 2)
 
 
-_HOLDS = """
-import sys, torch
-device, gib, pinned = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-held = [torch.ones(1 << 20 if device == "cpu" else 1 << 30, dtype=torch.uint8, device=device) for _ in range(gib)]
-if pinned:
-    held.append(torch.ones(pinned << 30, dtype=torch.uint8).pin_memory())
-print(flush=True)
-sys.stdin.read()
-"""
-
-
 def end_of_a_process(context: Context) -> Found:
-    """SIGKILL a process with much memory on the device and page-locked: when has it ended, when is the memory free?"""
+    """SIGKILL a process with much memory on the device and page-locked: when has it ended, when is the memory free?
+
+    Also the seconds of that process' context and first matrix product.
+    """
     context.tensor(4096)
-    words = [str(context.device), str(context.scaled(40, 4)), str(context.scaled(16, 0))]
     before = context.free_mib()
-    child = subprocess.Popen([sys.executable, "-c", _HOLDS, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    child.stdout.readline()
-    began = time.monotonic()
-    child.kill()
-    child.wait()
-    found = {"ended_s": round(time.monotonic() - began, 3)}
-    while not context.is_dry and context.free_mib() < before - 512 and time.monotonic() - began < 60:
-        time.sleep(0.05)
-    found["free_s"] = round(time.monotonic() - began, 3)
-    return found
+    holder = Holder(context.device, context.scaled(40 << 10, 4), context.scaled(16 << 10, 0))
+    ended = holder.end(lambda: context.is_dry or context.free_mib() >= before - 512, 60.0)
+    return {name: round(seconds, 3) for name, seconds in (holder.found | ended).items()}
 
 
 def memory_of_a_context(context: Context) -> Found:
-    """MiB of device memory for a process with a context, and with a communicator."""
+    """MiB of device memory for a process that has only a context, and for the communicators of all ranks."""
     context.tensor(4096)
-    before, backend = context.free_mib(), context.backend()
-    began = time.perf_counter()
+    context.meet("contexts")
+    before, found = context.free_mib(), {}
+    if context.rank == 0:
+        idle = Holder(context.device)
+        found["idle_context_mib"] = round(before - context.free_mib(), 1)
+        idle.end(lambda: context.is_dry or context.free_mib() >= before - 16, 10.0)
+    context.meet("measured")
+    backend, began = context.backend(), time.perf_counter()
     backend.allreduce([context.tensor(4096)]).wait()
     context.wait()
-    found = {"first_operation_s": round(time.perf_counter() - began, 3)}
+    found["first_operation_s"] = round(time.perf_counter() - began, 3)
     return found | {"communicators_of_all_ranks_mib": round(before - context.free_mib(), 1)}
 
 
 def reconfigured_groups(context: Context) -> Found:
-    """Rebuild process groups by torch's ``reconfigure``; skip the probe if this release of torch does not offer it."""
+    """Seconds of torch's ``reconfigure``: the first, one behind a hung all-reduce, and one without a killed rank.
+
+    The calls of nccl2 (torch 2.14) are those of torch's sources and tests. Without them, the probe skips itself.
+    """
     options = dist.ProcessGroupGloo._Options() if context.is_dry else dist.ProcessGroupNCCL.Options()
-    if not hasattr(options, "enable_reconfigure"):
+    kind = getattr(dist, "ProcessGroupGloo" if context.is_dry else "ProcessGroupNCCL2", None)
+    if kind is None or not hasattr(options, "enable_reconfigure"):
         return {"skipped": f"torch {torch.__version__} has no enable_reconfigure"}
-    script = Path(__file__).with_name("reconfigure_groups.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    return {"code": done.returncode, "said": done.stdout[-2000:]}
+    options.enable_reconfigure, options._timeout = True, timedelta(seconds=20)
+    if context.is_dry:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    backend, tensor, found = kind(context.store, context.rank, context.size, options), context.tensor(4096), {}
+    for number, name in enumerate(("first", "behind a hung all-reduce", "without a killed rank")):
+        size = 1 if "without" in name else 2
+        if context.rank >= size:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number and context.rank == 0:
+            hung = Call(lambda: (backend.allreduce([tensor]).wait(), context.wait()))
+            time.sleep(1)
+        context.store.set(f"{number}/{context.rank}", backend.get_reconfigure_handle())
+        again = torch._C._distributed_c10d.ReconfigureOptions()
+        again.handles = [context.store.get(f"{number}/{rank}").decode() for rank in range(size)]
+        again.uuid, again.timeout, began = number + 1, timedelta(seconds=20), time.perf_counter()
+        backend.reconfigure(again).wait()
+        found[f"{name}, s"], result = round(time.perf_counter() - began, 3), context.tensor(4096)
+        backend.allreduce([result]).wait()
+        found[f"{name}, sum"] = result[0].item()
+        if number and context.rank == 0:
+            hung.join(5)
+            found[f"{name}, operation"] = hung.outcome()
+    return found
+
+
+def end_of_a_step(context: Context) -> Found:
+    """Microseconds of a synchronisation and of copies of small buffers to the host, also beside a snapshot's copy."""
+    source, found = context.tensor(context.scaled(4 << 30, MIB)), {}
+    host = torch.empty_like(source, device="cpu", pin_memory=not context.is_dry)
+    stream = None if context.is_dry else torch.cuda.Stream()
+
+    def measure_both(name: str, call: Callable[[], Any]) -> None:
+        for beside in ("", " beside a copy"):
+            context.wait()
+            with torch.cuda.stream(stream):
+                host.copy_(source, non_blocking=True) if beside else None
+            began = time.perf_counter()
+            call()
+            found[f"{name}{beside}, us"] = round((time.perf_counter() - began) * 1e6, 1)
+
+    measure_both("device", context.wait)
+    measure_both("its own stream", lambda: None if context.is_dry else torch.cuda.current_stream().synchronize())
+    for count in (1, 10, 100):
+        buffers = [context.tensor(512) for _ in range(count)]
+        measure_both(f"{count} x cpu()", lambda buffers=buffers: [buffer.cpu() for buffer in buffers])
+    return found
 
 
 @dataclass(frozen=True)
@@ -337,7 +370,8 @@ PROBES = {
     "exit": Probe(end_of_a_process, ranks=1, limit_s=90.0),
     "context": Probe(memory_of_a_context),
     "context-nvls": Probe(memory_of_a_context, environment=(("NCCL_NVLS_ENABLE", "1"),)),
-    "reconfigure": Probe(reconfigured_groups, ranks=1, limit_s=90.0),
+    "reconfigure": Probe(reconfigured_groups, limit_s=90.0),
+    "step-end": Probe(end_of_a_step, ranks=1),
 }
 
 

@@ -22,12 +22,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
+from fault_campaign import ROOT, corpus, read
 
-from fault_campaign import corpus, read  # noqa: E402
-
-from ft.observe.report.lineage import lineage  # noqa: E402
+from ft.observe.report.lineage import lineage
 
 REPLICAS, RANKS = 3, 2
 LAYOUT = "--use-distributed-optimizer"

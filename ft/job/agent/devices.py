@@ -222,6 +222,9 @@ class Devices:
             return "", True
         if device >= len(now):
             return "the driver does not list it any more", False
-        before, reading = self._before[device], now[device]
-        slack = max(_LEAST_SLACK, int(_SLACK * reading.total))
-        return reading.problem, reading.used <= before.used + slack
+        return now[device].problem, is_free(now[device], self._before[device])
+
+
+def is_free(reading: GpuState, before: GpuState) -> bool:
+    """Return whether a device has about as little memory in use as it had before a worker used it."""
+    return reading.used <= before.used + max(_LEAST_SLACK, int(_SLACK * reading.total))

@@ -36,8 +36,13 @@ from megatron import patches
 _POLL_S, _STORE_S, _CLOSED_S, _LATE_S, _DUMP_S = 0.01, 60.0, 20.0, 2.0, 0.5
 _ELEMENTS = 1 << 16
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-"""Settings that keep NCCL to sockets, for ranks that share a GPU."""
+SHARED_GPU = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}
+"""Settings that keep NCCL to sockets, for ranks that share a GPU, and with which NCCL 2.30 lets them share it."""
 
 
 def devices(context: Context) -> int:

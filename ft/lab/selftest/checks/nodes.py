@@ -15,12 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 from ft.base import bounded_json
+from ft.job.agent.environment import defaults
 from ft.job.control.timeouts import Timeouts
 from ft.lab.selftest.table import Context, Failed, Measured, Skipped
 from ft.platform import election
@@ -32,6 +33,9 @@ _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPA
 _OWN = ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES")
 """Settings that may differ between nodes."""
 _DRIVER_S = 20.0
+_QUEUES, _BLACKWELL = "CUDA_DEVICE_MAX_CONNECTIONS", (10, 0)
+_SPLIT = ["--tensor-model-parallel-size", "2"]
+"""A flag of a script for which ``ft run`` chooses the number of the device's queues."""
 
 
 def versions(context: Context) -> tuple[str, Measured]:
@@ -70,7 +74,21 @@ def versions(context: Context) -> tuple[str, Measured]:
     )
     extras = [f"{name} {found[name]}" for name in ("transformer-engine", "apex", "flash-attn") if name in found]
     said = ", ".join([f"torch {found['torch']}, core {found['megatron-core']}", *extras, gpus])
-    return "; ".join([said, *replaced]), {**found, "settings": settings}
+    told = [*replaced, *queues(settings.get(_QUEUES), found.get("capability"))]
+    return "; ".join([said, *told]), {**found, "settings": settings}
+
+
+def queues(given: str | None, capability: Sequence[int] | None) -> list[str]:
+    """Return what is to be said of the number of queues between host and device, which the site has set.
+
+    Args:
+        given: the variable CUDA_DEVICE_MAX_CONNECTIONS, None if it is not set: ``ft run`` then chooses it.
+        capability: CUDA's compute capability of the GPU, None without one.
+    """
+    wanted = defaults({}, _SPLIT)[_QUEUES]
+    if given in (None, wanted) or capability is None or tuple(capability) >= _BLACKWELL:
+        return []
+    return [f"{_QUEUES}={given}: with tensor or context parallelism this GPU hides communication only with {wanted}"]
 
 
 def _packages() -> Measured:
@@ -94,6 +112,7 @@ def _of_devices(torch, platform: str) -> Measured:
     return {
         "gpus": torch.cuda.device_count(),
         "gpu": torch.cuda.get_device_name(0),
+        "capability": list(torch.cuda.get_device_capability(0)),
         "cuda_build": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "driver": _driver(),
