@@ -106,7 +106,7 @@ whole() {
 }
 if ((whole_s)); then
     mkdir -p "$work/whole"
-    whole hot-swap 3 "--standby-nodes 1 --inject kill@step=1:rank=1" "--ft-hot-swap"
+    whole hot-swap 3 "--standby-nodes 1 --inject kill@step=1:rank=1,kill@step=10:rank=1" "--ft-hot-swap"
     whole replicas 2 "--ft-hsdp-replicas 2 --ft-hsdp-wait 30s --inject kill@replica=1:step=5:rank=0" ""
     whole spare 3 "--ft-hsdp-replicas 3 --ft-spare-redundancy 2 --inject kill@replica=1:step=5:rank=0" ""
     whole dmr 2 "--inject bit-flip@step=5:rank=1:operator=mm:phase=backward" "--ft-hot-swap --ft-dmr piggyback"
