@@ -18,10 +18,11 @@ def test_one_whose_step_fails_when_it_has_just_fetched_computes_with_the_model_o
 
 
 @pytest.mark.parametrize(
-    "fault", ["kill@replica=0:step=13:rank=0:phase=save", "kill@replica=0:step=12:rank=0:phase=optimizer"]
+    "fault", ["kill@replica=0:step=12:rank=0:phase=save", "kill@replica=0:step=12:rank=0:phase=optimizer"]
 )
 def test_the_last_checkpoint_is_there_though_its_writer_is_killed(fault, corpus, tmp_path):
     flags = replica_runs.flags(corpus, f"--save {tmp_path}/saved", 12)
     done = train(tmp_path / "run", flags, replicas=3, nproc=3, options=f"--inject {fault}")
     done.check(12, 2)
+    assert len(done.injected()) == 1, done.explain()
     assert [path.name for path in (tmp_path / "saved").glob("iter_*")] == ["iter_0000012"], done.explain()

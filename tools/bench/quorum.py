@@ -28,10 +28,10 @@ from ft.job.quorum import QuorumClient, Report
 LIMIT_S, WARM_UP = 60.0, 20
 CHANNEL_HOST = """
 import sys
-from ft.job.control.channel import ControlChannel, Record
+from ft.job.control.channel import ChannelRecord, ControlChannel
 from ft.job.messages import Observed
 channel, replicas, heard = ControlChannel("tcp://127.0.0.1:0", "token"), int(sys.argv[1]), 0
-channel.resume(Record())
+channel.resume(ChannelRecord())
 print(channel.where, flush=True)
 while True:
     if channel.receive(60.0) is not None:
