@@ -60,6 +60,7 @@ ASKING = {
     table.STAGES: "--ft-hot-swap --ft-checkfree",
 }
 VALUES = {"--fp8-format": "hybrid", "--cuda-graph-impl": "local", "--dsa-kernel-backend": "cudnn", "--num-experts": "4"}
+VALUES["--cpu-offloading-num-layers"] = "2"
 MODES = [(mode, flag) for mode in table.MODES for flag in mode.flags]
 
 
