@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from ft.base import bounded_json
-from ft.job.messages import decode, encode
+from ft.job.messages import Message, decode, encode
 from ft.net.codec import BadMessage, is_count
 from ft.net.store import StoreConnection, StoreServer, lone_tcp_store
 
@@ -44,7 +43,7 @@ class Posted:
 
     node: str
     number: int
-    report: Any
+    report: Message
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class ChannelRecord:
     """
 
     first: int = 0
-    orders: Sequence[Any] = ()
+    orders: Sequence[Message] = ()
     taken: Mapping[str, int] | None = None
 
 
@@ -81,7 +80,7 @@ class AgentChannel:
         self._writer, self._reader = (StoreConnection(address, token, timeout_s) for _ in range(2))
         self._reader.set_timeout(timedelta(seconds=_VERY_LONG_S))
 
-    def post(self, number: int, report: Any) -> None:
+    def post(self, number: int, report: Message) -> None:
         """Send a report. Reports arrive in the order of the calls."""
         self._writer.queue_push(_INBOX, json.dumps([self._node, number, encode(report)]))
 
@@ -91,7 +90,7 @@ class AgentChannel:
         key = f"{_TAKEN}/{self._node}"
         return int(self._writer.get(key)) if self._writer.check([key]) else 0
 
-    def follow(self, callback: Callable[[int, Any], None], start: int) -> None:
+    def follow(self, callback: Callable[[int, Message], None], start: int) -> None:
         """Call ``callback(number, order)`` for every order from number ``start`` on, in sequence; never return.
 
         If ``start`` is older than the oldest kept order, begin with the oldest. Blocks without polling, and may run on
@@ -140,7 +139,7 @@ class ControlChannel:
             self.publish(order)
         self._store.set(_FIRST, str(self._first))
 
-    def publish(self, order: Any) -> None:
+    def publish(self, order: Message) -> None:
         """Append an order. The oldest order is dropped once there are more than ``KEPT_ORDERS``."""
         self._store.set(f"{_ORDER}/{self._orders}", encode(order))
         self._orders += 1
