@@ -74,9 +74,7 @@ def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
         "snapshots_of_hot_swap": 2 * (own.owned + own.replicated),
         "peer_copies_of_hot_swap": 2 * peers * own.owned,
     }
-    summed = gpu["gradients"] * (
-        _share(own, held) if c.use_distributed_optimizer else 1
-    )  # as _parts in patches/replicas
+    summed = gpu["gradients"] * (_share(own, held) if c.use_distributed_optimizer else 1)  # its shards, or all of them
     sent = {"snapshots_of_hot_swap": peers * own.owned, "sums_of_two_replicas": summed}
     return {"gpu": gpu, "host": host, "sent": sent, "assumes": assumes}
 

@@ -8,13 +8,13 @@ from control_world import World, kinds, only, opened
 from ft.faults import verdict
 from ft.job import messages as m
 from ft.job.control import history
-from ft.job.control.state import RUNNING, ControlState, Incident, RecoveryInProgress, Return
+from ft.job.control.state import RUNNING, ControlState, PastFault, RecoveryInProgress, Return
 from ft.job.parts import Seat
 from ft.net.codec import from_json, to_json
 
 
 def test_history_is_bounded():
-    past: list[Incident] = []
+    past: list[PastFault] = []
     for at in range(1000):
         history.record(past, float(at), 0, at, verdict.of_exit(-9))
     assert len(past) <= 200 and past[-1].step == 999

@@ -151,7 +151,7 @@ def protected_job(flags: str, ranks: int, *features: str) -> tuple[Any, Any, Any
 def alternate(
     sides: Sequence[str], blocks: int, block: Callable[[str], None], warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Run blocks of steps of several sides in turn, so that a slow machine slows all of them down.
+    """Time blocks of steps of several variants in turn, so that a slow phase of the machine slows all of them down.
 
     Args:
         sides: names of the sides; the order of each turn is the reverse of that before.

@@ -272,7 +272,7 @@ def end_of_a_process(context: Context) -> Found:
 
 
 def memory_of_a_context(context: Context) -> Found:
-    """MiB of device memory for a process that has only a context, and for the communicators of all ranks."""
+    """Measure the device memory, in MiB, of a process with nothing but a context, and of all ranks' communicators."""
     context.tensor(4096)
     context.meet("contexts")
     before, found = context.free_mib(), {}
@@ -289,7 +289,7 @@ def memory_of_a_context(context: Context) -> Found:
 
 
 def reconfigured_groups(context: Context) -> Found:
-    """Seconds of torch's ``reconfigure``: the first, one behind a hung all-reduce, and one without a killed rank.
+    """Time torch's ``reconfigure`` three times: at first, while an all-reduce hangs, and after a rank was killed.
 
     The calls of nccl2 (torch 2.14) are those of torch's sources and tests. Without them, the probe skips itself.
     """

@@ -651,7 +651,7 @@ def carry_out(
 
 
 def networks(options: RunOptions, host: str, is_alone: bool) -> list[str]:
-    """Return lines about this node's networks: which interface carries what, at which rate.
+    """Return lines that say which interface carries control messages, snapshots and sums of replicas, at which rate.
 
     Args:
         host: address at which other nodes reach this one.

@@ -226,5 +226,5 @@ class Devices:
 
 
 def is_free(reading: GpuState, before: GpuState) -> bool:
-    """Return whether a device has about as little memory in use as it had before a worker used it."""
+    """Return whether a worker's memory on a device is free again: whether little more is in use than before it."""
     return reading.used <= before.used + max(_LEAST_SLACK, int(_SLACK * reading.total))

@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.faults.health import Finding, informed
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SOFTWARE, STOP, Verdict, raised
-from ft.job.control.state import ControlState, Decisions, Incident, RecoveryInProgress, Return, Worker
+from ft.job.control.state import ControlState, Decisions, PastFault, RecoveryInProgress, Return, Worker
 
 WINDOW_S, WINDOW_STEPS = 60.0, 10
 """Failures of one logical rank that are closer in time, or in steps, than this count as repetitions."""
@@ -26,7 +26,7 @@ _REMEMBERED = 200
 """Number of failures that are kept."""
 
 
-def weigh(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> Verdict:
+def weigh(history: list[PastFault], now: float, rank: int | None, step: int, found: Verdict) -> Verdict:
     """Return the verdict on a failure, escalated if earlier failures require it.
 
     - RETRY becomes REPLACE if the same rank was retried in place twice within the window (DEADPOOL, section VI-B).
@@ -79,9 +79,9 @@ def going_round(returns: list[Return]) -> str:
     return "\n".join(lines)
 
 
-def record(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> None:
+def record(history: list[PastFault], now: float, rank: int | None, step: int, found: Verdict) -> None:
     """Append a failure to the history, and drop the oldest entries."""
-    history.append(Incident(now, rank, step, found.action, found.key))
+    history.append(PastFault(now, rank, step, found.action, found.key))
     del history[:-_REMEMBERED]
 
 

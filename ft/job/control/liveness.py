@@ -87,9 +87,9 @@ def stalled(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit
 
 
 def at_a_standstill(views: Mapping[str, WorkerView], timeouts: Timeouts) -> list[Culprit]:
-    """Return all workers that are not done if all of them wait, for longer than one slow worker could cause.
+    """Return the workers that have not finished, if all of them have waited for longer than one slow worker explains.
 
-    A worker that has joined may prepare its device in its first step while operations that it has started wait.
+    While a worker has not ended its first step, ``launch_s`` is added: it may still load kernels, or connect.
     """
     waiting = {worker: view for worker, view in views.items() if not view.done}
     if not waiting or not all(view.waits(timeouts) for view in waiting.values()):

@@ -235,7 +235,7 @@ class GridPosition:
 
 
 @dataclass(frozen=True)
-class Incident:
+class PastFault:
     """A failure that was classified before; the classification of later failures takes it into account.
 
     Attributes:
@@ -386,7 +386,7 @@ class ControlState:
     settings: dict[str, str] = field(default_factory=dict)
     settings_of: str = ""
     suspicions: dict[str, Suspicion] = field(default_factory=dict)
-    history: list[Incident] = field(default_factory=list)
+    history: list[PastFault] = field(default_factory=list)
     repair: Repair | None = None
     kept: int = 0
     recovery: RecoveryInProgress | None = None

@@ -203,7 +203,7 @@ class StepPace:
 
 
 @dataclass(frozen=True)
-class Setback:
+class Incident:
     """A failure, a rejoin of replicas, or a full restart.
 
     Attributes:
@@ -250,7 +250,7 @@ class _Span:
     away_s: list[float] = field(default_factory=list)
 
 
-def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[StepPace, list[Setback]]:
+def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[StepPace, list[Incident]]:
     """Return the durations of the surviving steps, and the incidents in order.
 
     Args:
@@ -394,9 +394,9 @@ def _incident(
     pace: StepPace,
     retries: int = 0,
     reason: str = "",
-) -> Setback:
+) -> Incident:
     """Build an incident; its stall is that of the steps with the indices ``own``."""
-    return Setback(
+    return Incident(
         kind=kind,
         replicas=tuple(sorted(span.replicas)),
         first=steps[span.first].number,

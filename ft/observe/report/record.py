@@ -26,8 +26,8 @@ from ft.observe.report.lineage import (
     FAILURE,
     REJOIN,
     Audit,
+    Incident,
     Lineage,
-    Setback,
     Step,
     StepPace,
     audit,
@@ -149,7 +149,7 @@ class Effective:
     paper_rate: float | None = None
 
 
-def effective(steps: Sequence[Step], pace: StepPace, incidents: Sequence[Setback], replicas: int) -> Effective:
+def effective(steps: Sequence[Step], pace: StepPace, incidents: Sequence[Incident], replicas: int) -> Effective:
     """Return the effective training time of a run, given the surviving steps."""
     wall = sum(pace.took)
     if not steps or wall <= 0:
@@ -521,7 +521,7 @@ class Record:
         return audit(self.lineage)
 
     @cached_property
-    def _found(self) -> tuple[StepPace, list[Setback]]:
+    def _found(self) -> tuple[StepPace, list[Incident]]:
         return find(self.steps, self.events)
 
     @property
@@ -530,11 +530,11 @@ class Record:
         return self._found[0]
 
     @property
-    def incidents(self) -> list[Setback]:
+    def incidents(self) -> list[Incident]:
         """Return the failures and rejoins of replicas, and full restarts."""
         return self._found[1]
 
-    def of_kind(self, kind: str) -> list[Setback]:
+    def of_kind(self, kind: str) -> list[Incident]:
         """Return the incidents of one kind (FAILURE, REJOIN or RESTART)."""
         return [one for one in self.incidents if one.kind == kind]
 

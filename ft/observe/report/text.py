@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ft import faults
 from ft.base import events
 from ft.observe.report import protections
-from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Setback, Step, has_stacks, stacks_line, wipe_outs_line
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, Step, has_stacks, stacks_line, wipe_outs_line
 from ft.observe.report.record import STATES, Effective, Record
 from ft.observe.report.status import saves
 from ft.record import run as records
@@ -196,7 +196,7 @@ def problems(record: Record) -> list[str]:
     return [*found[:_MOST_PROBLEMS], *more, *names]
 
 
-def stall_line(incidents: Sequence[Setback]) -> str:
+def stall_line(incidents: Sequence[Incident]) -> str:
     """Return the number of incidents and their stalls as one line."""
     if not incidents:
         return "0"
@@ -279,7 +279,7 @@ def superseded_rows(record: Record) -> list[tuple[str, ...]]:
     ]
 
 
-def _why(one: Setback) -> str:
+def _why(one: Incident) -> str:
     if one.kind == FAILURE and one.retries:
         failed = f"{count(one.retries, 'quorum')} failed"
         return f"{one.reason} ({failed})" if one.reason else failed

@@ -147,11 +147,10 @@ class Groups:
         # gloo looks up all members with one store request instead of one request per member
         os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
         limits = limits or Timeouts()
-        is_first = rank == 0 and not alone and os.environ.get("FT_HSDP_REPLICA", "0") == "0"
-        say = _say if is_first else lambda message: None
-        say(f"process groups of torch {torch.__version__} over {device_backend}, connected anew after a fault")
+        if rank == 0 and not alone and os.environ.get("FT_HSDP_REPLICA", "0") == "0":  # of all replicas the first one
+            _say(f"process groups of torch {torch.__version__} over {device_backend}, connected anew after a fault")
         if device_backend == "nccl":
-            prepare_nccl(limits.launch_s, say)
+            prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
         default_store = c10d.PrefixStore(f"{prefix}/default", default)
         groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store, limits)

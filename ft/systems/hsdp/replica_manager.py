@@ -199,8 +199,8 @@ class ReplicaManager(Layer):
             self._steps.goes_aside()
         if self.is_inside:
             return  # hot-swap injects them
-        # an evaluation and a save belong to the step that is committed
-        self._parts.injector.at(phase, self._position.step + (phase not in ASIDE))
+        committed = self._position.step  # an evaluation and a save belong to this step
+        self._parts.injector.at(phase, committed if phase in ASIDE else committed + 1)
 
     def committed(self) -> None:
         """End a committed step, after the trainer has evaluated and saved: offer the new state to replicas that are

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ft.base import bounded_json
@@ -28,7 +28,7 @@ _LONGEST_S, _PLANTED_S = 1.0, 2.0
 """Seconds for which no thread may have to wait for the interpreter lock; seconds for which the planted fault keeps it.
 """
 _BUSY_CYCLES, _WIDTH = 6_000_000_000, 1024
-"""Cycles for which the device is kept busy, some three seconds; width of the layer."""
+"""Clock cycles for which the device is kept busy, about three seconds; width of the layer, in elements."""
 _LOCKED = (
     "behind a hung collective, heartbeats and aborts stop with the other threads, and the worker is replaced only "
     "after the limit silent_s: use Transformer Engine 2.4 or newer"
@@ -43,7 +43,7 @@ _IN_USE = (
 
 
 class Ticker(threading.Thread):
-    """A thread that ticks every 10 ms; ``longest_s`` is the longest time without a tick."""
+    """A thread that wakes up every 10 ms; ``longest_s`` is the longest time, in seconds, for which it did not."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -162,10 +162,10 @@ class Holder:
         self.found: dict[str, Any] = bounded_json.loads(self._process.stdout.readline() or b"{}")
 
     def host_bytes(self) -> int:
-        """Return the bytes of the host's memory that the process has, 0 when it has ended."""
+        """Return how many bytes of the host's memory the process occupies, 0 after its end."""
         if self._process.poll() is not None:
             return 0
-        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * 4096
+        return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def end(self, has_freed: Callable[[], bool], limit_s: float, spared: bool = False) -> Measured:
         """Send SIGKILL to the process, and wait until its memory is free.

@@ -79,7 +79,7 @@ def versions(context: Context) -> tuple[str, Measured]:
 
 
 def queues(given: str | None, capability: Sequence[int] | None) -> list[str]:
-    """Return what is to be said of the number of queues between host and device, which the site has set.
+    """Return a sentence if the site has set a number of CUDA's queues with which communication is not hidden.
 
     Args:
         given: the variable CUDA_DEVICE_MAX_CONNECTIONS, None if it is not set: ``ft run`` then chooses it.
