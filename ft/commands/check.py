@@ -429,7 +429,7 @@ def _networks(answer: CheckResult) -> list[str]:
         lines.append(f"  {network.said_rate(name)}{takes}")
     if not answer.networks:
         return lines
-    fastest = network.of_nccl(os.environ.get("NCCL_SOCKET_IFNAME", ""), network.interfaces())
+    fastest = network.bulk_interface(os.environ)[0]
     usual = f"{fastest}, which NCCL_SOCKET_IFNAME names" if fastest else "that of the control messages"
     return [
         *lines,

@@ -76,6 +76,16 @@ def of_nccl(given: str, own: Mapping[str, str], root: Path = Path("/")) -> str:
     return max(fits, key=lambda name: rate_gbps(name, root) or 0.0, default="")
 
 
+def bulk_interface(environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return the (name, address) of the interface that bulk data take if no flag names one: the fastest of NCCL's.
+
+    ("", None) if NCCL_SOCKET_IFNAME names none: bulk data then take that of the control messages.
+    """
+    own = interfaces()
+    name = of_nccl(environment.get("NCCL_SOCKET_IFNAME", ""), own)
+    return name, own.get(name)
+
+
 def faster(control: str, own: Mapping[str, str], root: Path = Path("/")) -> list[str]:
     """Return the interfaces that are at least twice as fast as the one with the address ``control``, fastest first."""
     rates = {name: rate for name in own if (rate := rate_gbps(name, root)) is not None}

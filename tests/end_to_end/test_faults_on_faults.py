@@ -44,7 +44,7 @@ def test_more_failures_than_standbys_then_in_the_first_steps_after_a_warm_restar
     """Ranks 0 and 3 are lost with one standby; then both copies; then, in the steps redone, one worker and another."""
     faults = "kill@step=5:rank=0:phase=forward,kill@step=5:rank=3:phase=forward,"
     # Rank 3 dies while it leaves the step of rank 2's fault, before it can hand on the only other copy of its state.
-    faults += "kill@step=14:rank=2:phase=forward,kill@step=14:rank=3:phase=leave,"
+    faults += "kill@step=14:rank=2:phase=optimizer,kill@step=14:rank=3:phase=leave,"
     faults += "kill@step=14:rank=1:phase=optimizer,hang@step=15:rank=0:phase=reduce"
     saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 4"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 24), options=f"--inject {faults}")
@@ -64,7 +64,7 @@ def test_the_disk_is_full_when_the_checkpoint_is_needed(corpus, reference, tmp_p
     ):
         pytest.skip("a small disk has to be mounted: needs root")
     try:
-        faults = "kill@step=17:rank=2:phase=forward,kill@step=17:rank=3:phase=leave"
+        faults = "kill@step=17:rank=2:phase=optimizer,kill@step=17:rank=3:phase=leave"
         saving = f"{LAYOUT} --save {disk}/save --save-interval 4"
         done = ft_run(tmp_path / "run", flags(corpus, saving, 24), options=f"--inject {faults}")
         kept = sorted(path.name for path in (disk / "save").glob("iter_*"))

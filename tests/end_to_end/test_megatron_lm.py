@@ -155,7 +155,8 @@ def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint
     whole, _ = checkouts.plain(script, flags.format(save=tmp_path / "kept"), tmp_path / "whole")
     resuming = f"{flags.format(save=tmp_path / 'again')} --load {tmp_path / 'kept'} --ckpt-step 4"
     resumed, _ = checkouts.plain(script, resuming, tmp_path / "resumed")
-    planned = faults(*(f"kill@step=6:rank={rank}" for rank in range(4)))
+    # Rank 3, in step 6 too when rank 2 has its gradients, dies while it leaves that step with rank 2's other copy.
+    planned = faults("kill@step=6:rank=2:phase=optimizer", "kill@step=6:rank=3:phase=leave", standby=2)
     done = checkouts.protected(script, flags.format(save=tmp_path / "save"), tmp_path / "run", planned)
     assert done.returncode == 0 and "warm restart 1" in done.stdout, done.stdout[-5000:]
     before = {step: values for step, values in of_steps(whole).items() if step <= 4}

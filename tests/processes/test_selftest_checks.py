@@ -66,13 +66,15 @@ def both_nodes(tmp_path, *words):
 
 
 def test_two_nodes_check_what_lies_between_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # a setting of the site that training replaces
     ended = both_nodes(tmp_path, "--only", "versions,storage,ports,clocks")
     assert ended.code == 0, (ended.output, ended.errors)
     rows = ended.rows()
     assert [row["outcome"] for row in rows.values()] == ["pass"] * 4
     assert "TORCH_NCCL_BLOCKING_WAIT=1 is replaced by 0" in rows["versions"]["text"], rows
-    assert "seen_s" in rows["storage"]["measured"] and "largest_skew_s" in rows["clocks"]["measured"]
+    found = {name for row in rows.values() for name in row["measured"]}
+    assert {"seen_s", "largest_skew_s", "sends_gb_s"} <= found and "GB/s over lo (ft check" in rows["ports"]["text"]
     assert all(len(row["nodes"]) == 2 for row in rows.values())
 
 

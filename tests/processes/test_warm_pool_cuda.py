@@ -55,14 +55,19 @@ def get_device_compute_capability():
     return (props.major, props.minor)
 CAPABILITY = get_device_compute_capability()
 """
-ASKS_MORE = "import torch\nSMS = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count\n"
+ASKS_MORE = """
+import os, torch
+SMS = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+assert os.environ["TORCH_WARM_POOL"] == "0", "torch 2.8 would start processes that compile"
+"""
 USES = "import torch\ntorch.cuda.init()\n"
 SETS = "import torch\ntorch.cuda._initialized = True\n"  # as C++ of an extension does that calls lazyInitCUDA
 BY_DRIVER = "import shadow\nshadow.cu_init()\n"  # as cupy, numba.cuda or NVSHMEM do, without torch
 THREADS = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 USER = "try:\n    import transformer_engine\n    HAS_TE = True\nexcept Exception:\n    HAS_TE = False\n"
 SCRIPT = """
-import sys
+import os, sys
+assert "TORCH_WARM_POOL" not in os.environ, "workers compile as torch does by itself"
 early = [name for name in sys.argv[1:] if name in sys.modules]
 import torch, user0, user1, user2
 torch.cuda.init()

@@ -17,14 +17,13 @@ from ft.base.flags import Parser
 from ft.base.lines import Lines
 from ft.commands import arguments
 from ft.job import messages
-from ft.job.agent import environment, preload
+from ft.job.agent import environment
 from ft.job.agent.console import Console, last_lines
 from ft.job.agent.options import Cluster, RunOptions, Script, resolve
 from ft.job.agent.warm import search_path
 from ft.job.control.timeouts import Timeouts
 from ft.job.replicas import member
 from ft.net.channel import Channel
-from ft.net.streams import network_of
 from ft.platform import network, numa
 from ft.platform.supervisor import Supervisor
 from ft.record import inspections
@@ -97,25 +96,6 @@ OPTIONS = RunOptions(Script("train.py", False, []), Cluster(2, 1, 0, "10.0.0.1",
 PLACE = environment.NodeContext(OPTIONS, "n1", "10.0.0.2", "@s", "/r/faults.n1.json")
 
 
-def test_a_workers_environment():
-    env = environment.worker_environment(PLACE, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
-    ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
-    assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "/r", "1", ""]
-    place = replace(PLACE, options=replace(OPTIONS, data_addr="10.1.0.2"))
-    fast = environment.worker_environment(place, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
-    assert (env["FT_DATA_HOST"], fast["FT_DATA_HOST"], fast["FT_HOST"]) == ("10.0.0.2", "10.1.0.2", "10.0.0.2")
-    assert network_of(fast)._host == "10.1.0.2"
-    assert env["FT_FAULTS"] == "/r/faults.n1.json"
-    torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    assert [env[name] for name in torchruns] == ["6", "2", "8", "4", "1", "10.0.0.1", "4711"]
-    assert env["TORCHELASTIC_RUN_ID"] == "r"
-
-
-def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_not_speak():
-    env = environment.worker_environment(PLACE, "n1.w9", 0, None, 0, ("h", 1))
-    assert env["FT_STANDBY"] == "1" and env["RANK"] == "7"
-
-
 def test_numpy_starts_no_threads_in_the_pool():
     given = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "4"}
     count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
@@ -128,22 +108,6 @@ def test_numpy_starts_no_threads_in_the_pool():
         check=True,
     )
     assert done.stdout == "1\n"
-
-
-def test_what_the_pool_imports(tmp_path):
-    plain, trainer = tmp_path / "plain.py", tmp_path / "trainer.py"
-    plain.write_text("import json")
-    trainer.write_text("from megatron.ft_trainer import launch")
-    assert preload.plan(str(plain), False, []) == ["torch", "torch.distributed", "json"]
-    assert "megatron.core.optimizer" in preload.plan(str(trainer), False, [])
-    assert "megatron.core.optimizer" not in preload.plan(str(plain), False, ["csv"])
-    example = Path(__file__).parent.parent.parent / "examples" / "own_trainer.py"
-    own = preload.plan(str(example), False, [])
-    late = {"torch._dynamo", "ft.systems.hot_swap.layer"}
-    assert late <= set(own), "what a joiner would import while the others wait"
-    assert preload.plan(str(plain), False, ["csv"])[-1] == "csv"
-    assert preload.plan(str(trainer), False, ["none"]) == []
-    assert preload.plan(str(tmp_path / "absent.py"), False, []) == ["torch", "torch.distributed"]
 
 
 def test_the_search_path_is_pythons(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ the comparison of steps in ``conversations/steps``.
 
 import asyncio
 import gc
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -19,8 +20,22 @@ from ft.faults.hang.inspection import Rank
 from ft.job.messages import Finish
 from ft.state.groups import history
 from ft.worker import protocol
+from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
 from ft.worker.session import Session, running_threads
+
+
+def test_a_heartbeat_whose_description_fails_is_followed_by_others(capsys):
+    said, progress = queue.SimpleQueue(), Progress()
+
+    def lag():
+        progress.lag = lambda: 3
+        raise RuntimeError("nobody can say")
+
+    progress.lag = lag
+    beats = Heartbeat(progress, said.put, period_s=0.001)
+    assert said.get(timeout=60).lag == 3 and "nobody can say" in capsys.readouterr().err
+    beats.close()
 
 
 def test_of_a_step_with_many_operations_the_newest_are_remembered(monkeypatch):

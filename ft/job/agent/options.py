@@ -235,9 +235,9 @@ def resolve(
 
 
 def _data_address(given: str | None, environment: Mapping[str, str]) -> str | None:
-    own = network.interfaces()
     if given is None:
-        return own.get(network.of_nccl(environment.get("NCCL_SOCKET_IFNAME", ""), own))
+        return network.bulk_interface(environment)[1]
+    own = network.interfaces()
     if given not in own and given not in own.values():
         here = ", ".join(f"{network.said_rate(name)} {address}" for name, address in own.items())
         raise UserError(f"--data-interface {given[:40]!r} is no interface with an address here", f"give one of {here}")

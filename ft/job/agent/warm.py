@@ -37,7 +37,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -237,9 +237,10 @@ def main() -> None:
     sys.argv = [config["target"], *config["args"]]
     # Without the first one, counting GPUs would initialise CUDA, which forked processes could not use. Without the
     # second one, torch 2.8 would start processes and threads for compilation when it is imported beside Triton.
+    given = dict(os.environ)
     own = {name: value for name, value in ((_NVML_CHECK, "1"), ("TORCH_WARM_POOL", "0")) if name not in os.environ}
     os.environ.update(own)
-    _preload(pool, agent)
+    _preload(pool, agent, given)
     for name in own:
         del os.environ[name]
     # from here on, the pool detects the agent's death by the end of the socket, and first kills the workers' processes
@@ -258,8 +259,12 @@ def _interpreter_path(root: str) -> list[str]:
     return rest if root in rest else [root, *rest]
 
 
-def _preload(pool: Pool, agent: int) -> None:
-    """Import the modules that workers need. If one makes forking impossible, exec this process without it."""
+def _preload(pool: Pool, agent: int, environment: Mapping[str, str]) -> None:
+    """Import the modules that workers need. If one makes forking impossible, exec this process without it.
+
+    Args:
+        environment: the variables with which this process has been started.
+    """
     config = pool.config
     withheld, probes = set(config.get("withheld", [])), config.get("probes", False)
     names = preload.plan(config["target"], config["is_module"], config["preload"])
@@ -280,7 +285,8 @@ def _preload(pool: Pool, agent: int) -> None:
         again = {"withheld": [*withheld, *new]} if new else {"preload": ["none"]}
     if again:
         text = json.dumps({**config, **again})
-        os.execv(sys.executable, command(__name__, [str(pool.keep_open()), text], agent, ignores_signals=True))
+        words = command(__name__, [str(pool.keep_open()), text], agent, ignores_signals=True)
+        os.execve(sys.executable, words, environment)
 
 
 # --- the end of a worker ----------------------------------------------------------------------------------------------

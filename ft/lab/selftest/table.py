@@ -144,7 +144,7 @@ CHECKS = (
           shows="the run folder can be written and synchronised, and a leader's lease is renewed and seen in time",
           plants="the run folder is below a file"),
     Check("ports", "nodes:ports", needs_s=2, limit_s=60,
-          shows="every node reaches every other one at the ports that processes choose",
+          shows="every node reaches every other one at the ports that processes choose; the rate of bulk data",
           plants="node 0 listens at another port than it says"),
     Check("clocks", "nodes:clocks", needs_s=2, limit_s=60,
           shows="the clocks of the nodes agree, so that reports order events of several nodes correctly",

@@ -4,6 +4,7 @@ Of versions and settings, it is said what is installed, and whether all nodes ag
 writes, and the files through which leaders are elected.
 """
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -24,7 +25,7 @@ from ft.base import bounded_json
 from ft.job.agent.environment import defaults
 from ft.job.control.timeouts import Timeouts
 from ft.lab.selftest.table import Context, Failed, Measured, Skipped
-from ft.platform import election
+from ft.platform import election, network
 from ft.show.text import count, seconds
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "triton", "numpy", "mpi4py")
@@ -270,13 +271,16 @@ _PORTS_FIX = (
     "let the nodes of a job reach each other at all TCP ports (firewall, security group), or name the right network: "
     "--local-addr of ft run, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
 )
+_BULK_FIX = "name an interface that leads to all nodes: --data-interface of ft run, NCCL_SOCKET_IFNAME"
+_STREAMS, _SENDS_S = 4, 1.0
+"""Connections that send at the same time: one alone does not fill a fast network."""
 _CLOCK_FIX = (
     "synchronise the nodes' clocks (chrony or NTP); recovery works without, but reports mix up the order of events"
 )
 
 
 def ports(context: Context) -> tuple[str, Measured]:
-    """Let every node listen at a port of its choice, and connect from every node to all others."""
+    """Let every node listen at a port of its choice, connect from every node to all others, and send bulk data."""
     store = context.store_of_all_nodes()
     if store is None:
         raise Skipped(_ONE_NODE)
@@ -293,12 +297,16 @@ def ports(context: Context) -> tuple[str, Measured]:
     lost = [
         f"{host}:{port} ({took})" for (host, port), took in zip(places, times, strict=True) if isinstance(took, str)
     ]
+    interface, gb_s = _rate(context, store)
     store.set(f"done/{context.node}", "")
     store.wait([f"done/{node}" for node in range(context.nnodes)], timedelta(seconds=context.limit_s / 2))
     if lost:
         raise Failed(f"{context.host} does not reach {', '.join(lost[:4])}", _PORTS_FIX, {"unreachable": len(lost)})
-    measured = {"reached": len(others), "slowest_s": max(times)}
-    return f"each reaches {count(len(others), 'other')}, slowest connection {seconds(max(times))}", measured
+    if isinstance(gb_s, str):
+        raise Failed(f"{context.host} cannot send bulk data over {interface}: {gb_s}", _BULK_FIX)
+    measured = {"reached": len(others), "slowest_s": max(times), "interface": interface, "sends_gb_s": gb_s}
+    reached = f"each reaches {count(len(others), 'other')}, slowest connection {seconds(max(times))}"
+    return f"{reached}; {gb_s:.2f} GB/s over {interface} (ft check tells the bytes of a snapshot)", measured
 
 
 def _greet(listener: socket.socket) -> None:
@@ -318,6 +326,53 @@ def _reach(host: str, port: int) -> float | str:
     except OSError as error:
         return error.strerror or str(error)
     return time.monotonic() - began
+
+
+def _rate(context: Context, store) -> tuple[str, float | str]:
+    """Return (interface of bulk data, GB/s to the next node while all nodes send at once, or why nothing arrives)."""
+    name, address = network.bulk_interface(os.environ)
+    listener = socket.create_server((address or context.host, 0))
+    threading.Thread(target=_count, args=(listener,), daemon=True).start()
+    store.set(f"bulk/{context.node}", json.dumps(listener.getsockname()[:2]))
+    store.wait([f"bulk/{node}" for node in range(context.nnodes)], timedelta(seconds=context.limit_s / 2))
+    place = bounded_json.loads(store.get(f"bulk/{(context.node + 1) % context.nnodes}"), non_finite=True)
+    name = name or "the interface of the control messages"
+    try:
+        with ThreadPoolExecutor(_STREAMS) as pool:
+            return name, sum(pool.map(lambda _: _send(*place), range(_STREAMS))) / 1e9
+    except OSError as error:
+        return name, f"{place[0]}: {error.strerror or error}"
+
+
+def _send(host: str, port: int) -> float:
+    """Send for a second, and return the bytes per second that have arrived.
+
+    Raises:
+        OSError: there is no connection, or it has broken.
+    """
+    block, began = bytes(1 << 20), time.monotonic()
+    with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+        while time.monotonic() < began + _SENDS_S:
+            connection.sendall(block)
+        connection.shutdown(socket.SHUT_WR)
+        arrived = connection.recv(8, socket.MSG_WAITALL)
+    if len(arrived) < 8:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+    return int.from_bytes(arrived) / (time.monotonic() - began)
+
+
+def _count(listener: socket.socket) -> None:
+    while True:
+        threading.Thread(target=_counted, args=(listener.accept()[0],), daemon=True).start()
+
+
+def _counted(client: socket.socket) -> None:
+    """Read to the end of what a client sends, and answer with the number of bytes."""
+    space, arrived = bytearray(1 << 20), 0
+    with client:
+        while got := client.recv_into(space):
+            arrived += got
+        client.sendall(arrived.to_bytes(8))
 
 
 def clocks(context: Context) -> tuple[str, Measured]:
