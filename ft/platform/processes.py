@@ -58,8 +58,10 @@ def allow_files(count: int) -> bool:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # no limit is -1
     if 0 <= soft < count:
-        soft = count if hard < 0 else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        raised = count if hard < 0 else min(count, hard)
+        with contextlib.suppress(ValueError, OSError):  # Linux refuses a hard limit above fs.nr_open, an old one, too
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
     return soft < 0 or soft >= count
 
 

@@ -64,7 +64,7 @@ def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path, 
     steps = 20
     flags = f"{TWO_STAGES} {steps_of(steps)} --eval-interval 5"
     done = train(
-        tmp_path / "run", flags, release, options=f"--inject kill@replica=1:step=4:rank=1:phase=backward,{SLOWLY}"
+        tmp_path / "run", flags, release, options=f"--inject kill@replica=1:step=5:rank=1:phase=evaluate,{SLOWLY}"
     )
     check(done, steps, 1)
     assert done.of(1, events.CAUGHT_UP), done.explain()

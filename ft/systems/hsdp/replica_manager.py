@@ -55,6 +55,7 @@ class ReplicaManager(Layer):
         self.session.across_replicas = lambda: across_replicas(parts)
         self.is_inside = is_inside
         self._notice: ReplicaNotice | None = None
+        self._last_update = self._position.step  # of which an evaluation or a save is; some trainers set it afterwards
         self._position.has_state = not place.comes_back
         self._goes_on = self.session.joins
         self._make_life(place.life)
@@ -171,6 +172,7 @@ class ReplicaManager(Layer):
         if self._is_apart():
             raise PassIsOver
         self._vote()
+        self._last_update = self._position.step + 1
         self._rank.about_to_update(computed=not self._steps.is_catching_up)
         with scaled(self._parts.optimizer.param_groups, self._parts.work.lr_factor(self._steps.quorum)):
             outcome = step()
@@ -199,8 +201,7 @@ class ReplicaManager(Layer):
             self._steps.goes_aside()
         if self.is_inside:
             return  # hot-swap injects them
-        committed = self._position.step  # an evaluation and a save belong to this step
-        self._parts.injector.at(phase, committed if phase in ASIDE else committed + 1)
+        self._parts.injector.at(phase, self._last_update if phase in ASIDE else self._position.step + 1)
 
     def committed(self) -> None:
         """End a committed step, after the trainer has evaluated and saved: offer the new state to replicas that are
