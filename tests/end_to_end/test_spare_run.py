@@ -24,7 +24,7 @@ def whole(_warm_ranks, corpus, tmp_path_factory):
 
 def judge(done: Done, whole: list[float], failures: int) -> None:
     done.check(STEPS, failures)
-    found = done.losses_of(0)
+    found = done.losses()
     assert found[:20] == pytest.approx(whole[:20], abs=CLOSE), done.explain()
     assert found == pytest.approx(whole, abs=BOUND), done.explain()
     trained = {step.commit.streams for step in done.proof.lineage.steps}
@@ -43,9 +43,9 @@ def test_lost_groups_cost_no_sample_and_come_back(corpus, whole, tmp_path):
     if not any(1 in step.commit.healthy for step in steps[9:19]):
         pytest.skip("the second group was lost before the first one was back, which a test of wipe-outs has")
     # A group can be back before the step that it was lost in is done anew: nothing is patched then.
-    expected = [(group,) for group, step in ((1, 10), (2, 21)) if group not in steps[step - 1].commit.healthy]
-    assert [step.commit.patch for step in steps if step.commit.patch] == expected, done.explain()
-    assert not expected or {step.commit.stack for step in steps} == {1, 2}, done.explain()
+    for group, before, commit in ((1, steps[8].commit, steps[9].commit), (2, steps[19].commit, steps[20].commit)):
+        if group in before.healthy and group not in commit.healthy:
+            assert group in commit.patch and 2 in {step.commit.stack for step in steps}, done.explain()
 
 
 def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_path):
@@ -59,7 +59,8 @@ def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_
     adopted = [step.commit for step in done.proof.lineage.steps if step.commit.adopted]
     assert adopted and {commit.adopted for commit in adopted} == {(2,)}, done.explain()
     assert all(commit.owners[2] == 0 for commit in adopted)
-    assert done.proof.lineage.steps[-1].commit.healthy == (0, 1, 2), "nobody has come back"
+    later = [step.commit.healthy for step in done.proof.lineage.steps[10:]]
+    assert (0, 1, 2) in later, "nobody has come back"
 
 
 def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus, whole, tmp_path):

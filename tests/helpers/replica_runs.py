@@ -89,6 +89,11 @@ class Done(Finished):
     def metrics_of(self, replica: int) -> list[dict]:
         return small_runs.metrics(self.folder / f"replica-{replica}" / "metrics.jsonl")
 
+    def losses(self) -> list[float]:
+        """Return the loss of every step, from any replica that was in it: under load one can be left out of a step."""
+        found = {line["step"]: line["loss"] for replica in self.proof.lines for line in self.metrics_of(replica)}
+        return [found[step] for step in sorted(found)]
+
     def losses_of(self, replica: int) -> list[float]:
         return [step["loss"] for step in self.metrics_of(replica)]
 
