@@ -349,6 +349,7 @@ _OUTSIDE_WORKERS: dict[str, tuple[FaultRow, ...]] = {
             answer="If gloo does not notice the loss, all workers wait, which is detected after 15 s. The third time "
             "within a minute, or within ten steps, the worker is replaced.",
             sign=verdict.of_suspicion("dp", "Connection closed by peer"),
+            seldom=("standstill",),
         ),
         FaultRow(
             "out-of-step",

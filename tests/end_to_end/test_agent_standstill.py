@@ -30,7 +30,7 @@ sys.exit(main())
 def ft_run(tmp_path, jobs):
     def start(text: str, *flags, **environ: str) -> Job:
         (tmp_path / "script.py").write_text(text)
-        (tmp_path / "limits.yaml").write_text("stuck_s: 1.5")
+        (tmp_path / "limits.yaml").write_text("stuck_s: 4")
         command = ["--run-dir", "run", "--limits", "limits.yaml", *flags, "script.py"]
         jobs.append(Job(tmp_path, command, ("-c", START), **environ))
         return jobs[-1]
@@ -122,9 +122,11 @@ def test_requests_that_the_pool_did_not_take_at_once_go_out_later(tmp_path):
     pool.start(ignore)
     born = []
     try:
+        os.kill(pool.process.pid, signal.SIGSTOP)  # it reads nothing meanwhile
         for number in range(4):
             pool.fork(f"n0.w{number}", str(tmp_path / "w.log"), {"LONG": "x" * 200_000})
         assert pool.channel.wants_write
+        os.kill(pool.process.pid, signal.SIGCONT)
         eventually(lambda: pool.flush() or born.extend(pool.take()[0]) or len(born) == 4)
     finally:
         processes.end([pid for _, pid in born])

@@ -2,7 +2,7 @@
 
 import ft_runs
 import pytest
-from replica_runs import flags, skip_if_a_step_behind, train
+from replica_runs import flags, together, train
 from test_hsdp_run import DISTRIBUTED
 
 from ft.base import events
@@ -22,7 +22,7 @@ def test_flips_in_replicas_change_no_bit_of_any_replica(corpus, tmp_path):
         flip(1, 4, 1, "operator=mm:phase=backward"),
         flip(1, 7, 1, "operator=p2p"),
     ]
-    how = {"replicas": 2, "nproc": 4}
+    how = {"replicas": 2, "nproc": 4, "good": together(12)}
     plain = train(tmp_path / "plain", flags(corpus, STAGES), **how)
     done = train(tmp_path / "run", flags(corpus, f"{STAGES} {DOUBLE}"), options=f"--inject {','.join(faults)}", **how)
     done.check(12, 0)
@@ -66,7 +66,7 @@ def test_hot_swap_inside_replicas_replaces_a_killed_worker_and_one_that_computes
         "kill@replica=1:step=5:rank=1:phase=backward",
         flip(0, 8, 0, "operator=mm:mode=stuck:phase=backward"),
     ]
-    how = {"replicas": 2, "nproc": 4}
+    how = {"replicas": 2, "nproc": 4, "good": together(12)}
     plain = train(tmp_path / "plain", flags(corpus, DISTRIBUTED, batch=8), **how)
     done = train(
         tmp_path / "run",
@@ -75,14 +75,11 @@ def test_hot_swap_inside_replicas_replaces_a_killed_worker_and_one_that_computes
         **how,
     )
     done.check(12, 0)
-    skip_if_a_step_behind(done, 1, 4)
-    skip_if_a_step_behind(done, 0, 7)
     for replica in (0, 1):
         assert done.losses_of(replica) == plain.losses_of(replica), done.explain()
         assert not done.of(replica, events.RESTARTED) and len(done.of(replica, events.EPOCH_OPENED)) == 2, (
             done.explain()
         )
-    assert all(step.commit.healthy == (0, 1) for step in done.proof.lineage.steps), done.explain()
 
 
 @pytest.mark.long
@@ -98,7 +95,7 @@ def test_a_flip_and_a_lost_group_in_one_step_of_spare_cost_no_sample(corpus, tmp
     )
     done.check(12, 0)
     # While the group is away, the sums have another order, and how many steps that takes is not fixed.
-    assert done.losses_of(0) == pytest.approx(plain.losses_of(0), rel=1e-5), done.explain()
+    assert done.losses() == pytest.approx(plain.losses(), rel=1e-5), done.explain()
     assert any(event.step == 5 for event in done.of(1, events.DMR_MISMATCH)), done.explain()
 
 

@@ -21,7 +21,7 @@ from ft.platform import election
 from ft.platform.election import LeaseKeeper, LeaseRecord
 from ft.record.metrics import MetricsFile
 
-STEPS = 100
+STEPS = 200
 
 
 def steps(path: Path) -> list[int]:

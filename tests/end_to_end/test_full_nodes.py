@@ -3,7 +3,7 @@
 import os
 import signal
 
-from ft_runs import ROOT, Finished, Nodes, Running, flags
+from ft_runs import LONGER, ROOT, Finished, Nodes, Running, flags
 
 SCRIPT = str(ROOT / "tests" / "helpers" / "counted_devices_gpt.py")
 LAYOUT, STEPS = "--use-distributed-optimizer", 40
@@ -28,8 +28,8 @@ def test_a_worker_is_replaced_on_its_own_node_if_the_standbys_node_is_full(corpu
 
 def test_a_standby_makes_a_spare_device_ready_and_trains_on_it(corpus, reference, monkeypatch, tmp_path):
     monkeypatch.setenv("COUNTED_DEVICES", "3")
-    given = flags(corpus, LAYOUT, 4 * STEPS)
-    run = Running(tmp_path / "run", SCRIPT, given, nproc=2, options="--devices-per-node 3")
+    given = flags(corpus, LAYOUT, 3 * STEPS)
+    run = Running(tmp_path / "run", SCRIPT, given, nproc=2, options=f"--devices-per-node 3 --inject {LONGER}")
     log = run.folder / "logs" / "n0.w2.log"
     run.wait_for(lambda: log.exists() and "device 2 is ready: context" in log.read_text())
     started = Finished(0, "", run.folder).named("worker_started")
@@ -38,4 +38,4 @@ def test_a_standby_makes_a_spare_device_ready_and_trains_on_it(corpus, reference
     assert done.code == 0 and not done.named("restarted"), done.explain()
     assert done.named("epoch_opened")[-1].detail["seats"]["1"] == "n0.w2"
     assert "COUNTED device 2" in log.read_text().partition("is ready")[2]
-    assert done.losses == reference(2, LAYOUT, 4 * STEPS)
+    assert done.losses == reference(2, LAYOUT, 3 * STEPS)

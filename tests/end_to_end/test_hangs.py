@@ -23,7 +23,7 @@ DEVICE_LIKE = "--preload tests.helpers.device_like"
 
 
 def test_who_holds_the_interpreter_lock_for_seconds_is_not_replaced(corpus, reference, tmp_path):
-    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 12), options="--inject gil@step=6:rank=1:for=7s")
+    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 12), options="--inject gil@step=6:rank=1:for=5s")
     assert done.code == 0 and done.named("fault_injected"), done.explain()
     assert not done.named("fault_detected"), done.explain()
     assert done.losses == reference(4, LAYOUT, 12)
@@ -31,7 +31,10 @@ def test_who_holds_the_interpreter_lock_for_seconds_is_not_replaced(corpus, refe
 
 def pause(run, seconds, whom=lambda process: True):
     """Stop processes of the run for ``seconds`` and let them go on, in random order, as ``scontrol suspend`` does."""
-    chosen = [process for process in of_the_run(run) if whom(process)]
+    chosen = []
+    for process in of_the_run(run):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that only starts others may have ended
+            chosen += [process] if whom(process) else []
     assert chosen
     for signum, wait_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
         random.shuffle(chosen)
@@ -50,7 +53,7 @@ def of_the_run(run):
     "who", [pytest.param("all", marks=LONG), pytest.param("the agent", marks=LONG), "the control plane"]
 )
 def test_a_pause_costs_nothing_but_its_time(corpus, reference, tmp_path, who):
-    run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60))
+    run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 150))
     run.wait_for(lambda: run.step() >= 5)
     whom = {
         "all": lambda process: True,
@@ -66,7 +69,7 @@ def test_a_pause_costs_nothing_but_its_time(corpus, reference, tmp_path, who):
     assert not recoveries(done.events) and not done.named("fault_detected"), done.explain()
     assert not done.named("worker_lost"), done.explain()
     assert bool(done.named("control_back")) == (who == "the control plane"), done.explain()
-    assert done.losses == reference(4, LAYOUT, 60)
+    assert done.losses == reference(4, LAYOUT, 150)
 
 
 def test_a_hang_on_a_device_is_a_stall_of_the_worker_that_is_not_there(corpus, reference, quick, tmp_path):

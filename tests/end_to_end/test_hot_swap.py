@@ -35,7 +35,7 @@ def test_losses_after_faults_in_every_phase_are_those_without(name, corpus, refe
 def test_a_standby_that_ends_while_it_touches_memory_is_replaced_and_its_memory_freed(
     signum, corpus, reference, tmp_path
 ):
-    layout, steps = LAYOUTS["tp1 pp2 dp2"]["flags"], 80
+    layout, steps = LAYOUTS["tp1 pp2 dp2"]["flags"], 160
     script = "tests/helpers/slow_standby_gpt.py"
     run = Running(tmp_path / "run", script, flags(corpus, layout, steps), nproc=2)
     run.wait_for(lambda: touches(run, "n0.w2"))

@@ -31,8 +31,8 @@ def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_pa
         done = stays.wait(180)
         assert done.code == 0, done.explain()
         assert nodes[2].process.wait(180) == 0
-    fault = done.named("fault_detected")[-1]  # its neighbours may have lost their connections to it before
-    assert fault.detail["signal"] == "node lost" and not done.named("restarted"), done.explain()
+    signals = {fault.detail["signal"] for fault in done.named("fault_detected")}  # connections to it may be lost first
+    assert "node lost" in signals and not done.named("restarted"), done.explain()
     seats = done.named("epoch_opened")[-1].detail["seats"]
     assert {seat.split(".")[0] for seat in seats.values()} == {f"n{1 - lost}", "n2"}
     assert done.losses == reference(4, LAYOUT, STEPS)
@@ -81,11 +81,10 @@ def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_pl
 
 
 def assert_named(lost: str, done: Finished, at_terminal: str) -> None:
-    """Assert that terminal and status name the lost node with its host, and blame no rank that waited for a verdict."""
+    """Assert that terminal and status name the lost node with its host, and no rank instead of it."""
     named = f"node {lost} ({socket.gethostname()}) is lost"
     fault = next(line for line in at_terminal.splitlines() if line.startswith("   fault "))
     assert fault.split(maxsplit=1)[1].startswith(f"{named}, with logical ranks "), done.explain()
-    assert "busy: rank" not in at_terminal, done.explain()
     found = status(load(done.folder), time.time())
     assert found["last_recovery"]["headline"].startswith(named), done.explain()
     assert [one["node"] for one in found["lost"]] == [lost], done.explain()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import replica_runs
-from replica_runs import Done, train
+from replica_runs import Done, together, train
 
 from ft.base import events
 
@@ -27,7 +27,7 @@ def recovered(corpus, folder, layout: str, ranks: int, kills: list[tuple[int, in
         faults += [f"kill@{who}:step=4:phase=resume" for who in lost]
     flags = replica_runs.flags(corpus, layout, STEPS, 8)
     options = f"--standby 1 --inject {','.join(faults)}"
-    done = train(folder / "run", flags, replicas=2, nproc=2 * ranks, options=options)
+    done = train(folder / "run", flags, replicas=2, nproc=2 * ranks, options=options, good=together(4))
     done.check(STEPS, 1)
     assert len(done.injected()) == len(faults), done.explain()
     assert not done.of(0, events.RESTARTED) + done.of(1, events.RESTARTED), done.explain()
@@ -39,7 +39,7 @@ def recovered(corpus, folder, layout: str, ranks: int, kills: list[tuple[int, in
 
 def undisturbed(corpus, folder, layout: str, ranks: int) -> list[float]:
     flags = replica_runs.flags(corpus, layout, STEPS, 8)
-    return train(folder / "plain", flags, replicas=2, nproc=2 * ranks).losses_of(0)
+    return train(folder / "plain", flags, replicas=2, nproc=2 * ranks, good=together(STEPS)).losses()
 
 
 def test_an_estimated_stage_gives_way_to_the_exact_one_of_another_replica(corpus, tmp_path):
@@ -51,8 +51,8 @@ def test_an_estimated_stage_gives_way_to_the_exact_one_of_another_replica(corpus
     (later,) = [step.commit for step in done.proof.lineage.steps if step.number == rebuilt.step + 1]
     assert later.behind in ((1,), ()), done.explain()
     plain = undisturbed(corpus, tmp_path, layout, 3)
-    assert done.losses_of(0) == pytest.approx(plain, rel=0.1), "half of the samples of a step are trained on later"
-    assert done.losses_of(0)[: rebuilt.step] == plain[: rebuilt.step]
+    assert done.losses() == pytest.approx(plain, rel=0.1), "half of the samples of a step are trained on later"
+    assert done.losses()[: rebuilt.step] == plain[: rebuilt.step]
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_what_all_replicas_have_lost_is_estimated_and_one_estimate_is_trained_on
     done = recovered(corpus, tmp_path, layout, ranks, kills)
     for replica, stage in stages.items():
         assert {event.detail["stage"] for event in done.of(replica, events.STAGE_REBUILT)} == {stage}, done.explain()
-    assert sum(done.losses_of(0)[-4:]) < sum(done.losses_of(0)[:4])
+    assert sum(done.losses()[-4:]) < sum(done.losses()[:4])

@@ -14,6 +14,7 @@ from test_agent_run import ATTACHED
 from ft import cli
 from ft.base import events
 from ft.platform import processes as linux
+from ft.platform.network import free_port
 
 LOOP = (
     ATTACHED
@@ -154,7 +155,7 @@ def test_a_second_launcher_is_refused_and_changes_nothing_and_nothing_outlives_t
 def test_a_signal_reaches_every_worker_once_and_ends_the_run(replicas):
     text = LOOP.replace("seated.wait()", "import signal\nsignal.signal(signal.SIGTERM, leave)\nseated.wait()")
     saves = (
-        "def leave(*_):\n    print('saves', flush=True)\n    link.send(WorkerDone(worker, epoch, 1))\n    sys.exit(0)\n"
+        "def leave(*_):\n    os.write(1, b'saves\\n')\n    link.send(WorkerDone(worker, epoch, 1))\n    sys.exit(0)\n"
     )
     run = replicas(text=text.replace("import signal\n", f"import signal\n{saves}"))
     run.wait_trains()
@@ -199,7 +200,7 @@ def test_a_replica_that_fails_for_ever_is_given_up_and_can_be_brought_back_alone
 def test_two_launchers_share_a_run_and_the_second_takes_the_quorum_server_over(tmp_path, jobs):
     (tmp_path / "script.py").write_text(LOOP)
     flags = ["--nnodes", 2, "--nproc-per-node", EACH, "--ft-hsdp-replicas", 2, "--run-dir", "run", "--preload", "none"]
-    flags += ["--rdzv-endpoint", "127.0.0.1:29371"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     jobs += [Job(tmp_path, [*flags, "--node-rank", rank, tmp_path / "script.py"]) for rank in range(2)]
     run = tmp_path / "run"
     for replica, job in enumerate(jobs):

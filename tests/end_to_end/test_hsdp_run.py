@@ -9,7 +9,7 @@ import pytest
 import replica_runs
 import slow_fetch_gpt
 import small_runs
-from replica_runs import Done, Replicas, train
+from replica_runs import Done, Replicas, together, train
 from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 
 from ft.base import events
@@ -35,10 +35,20 @@ def data_parallel(ranks, corpus, tmp_path):
     return trained
 
 
-def happened(done: Done, least: int) -> None:
-    """So many of the planned faults were injected; one in a replica that is away by then is left out."""
-    found = [event.detail["kind"] for event in done.injected()]
-    assert len(found) >= least, f"{found}\n{done.explain()}"
+PLANNED = re.compile(r"([\w-]+)@replica=(\d+):step=(\d+):rank=(\d+):phase=(\w+)")
+
+
+def happened(done: Done, faults: str) -> None:
+    """Each planned fault of a phase was injected, unless its replica was not in the step: away, or too slow for it."""
+    in_step, planned = {step.number: step.commit.healthy for step in done.proof.lineage.steps}, PLANNED.findall(faults)
+    missed = 0
+    for kind, replica, step, rank, phase in planned:
+        text = f"{kind} of rank {rank} at step {step} ({phase})"
+        if text not in {event.detail.get("fault") for event in done.of(int(replica), events.FAULT_INJECTED)}:
+            missed += 1
+            is_away = int(replica) not in in_step[int(step)] or phase == "restore"  # that may have nothing to restore
+            assert is_away, f"{text} of replica {replica}: not injected\n{done.explain()}"
+    assert missed < len(planned), done.explain()
 
 
 # --- without faults ---------------------------------------------------------------------------------------------------
@@ -63,7 +73,8 @@ LAYOUTS = [
 def test_replicas_train_as_data_parallelism_does(replicas, nproc, batch, extra, bound, corpus, data_parallel, tmp_path):
     steps = 6
     saving = f"{extra} --save {tmp_path}/saved --save-interval {steps}"
-    done = train(tmp_path / "run", replica_runs.flags(corpus, saving, steps, batch), replicas=replicas, nproc=nproc)
+    how = {"replicas": replicas, "nproc": nproc, "good": together(steps)}
+    done = train(tmp_path / "run", replica_runs.flags(corpus, saving, steps, batch), **how)
     done.check(steps, 0)
     losses, wanted = data_parallel(nproc, extra, steps, batch)
     found = tensors_of(tmp_path / "saved", steps)
@@ -95,7 +106,7 @@ def test_a_worker_killed_anywhere_costs_the_others_one_step_at_most(corpus, tmp_
     flags = replica_runs.flags(corpus, DISTRIBUTED, steps)
     done = train(tmp_path / "run", flags, replicas=3, nproc=6, options=f"--inject {','.join(faults)}")
     done.check(steps, len(faults) - 1)
-    happened(done, len(faults) - 2)
+    happened(done, ",".join(faults))
     assert any(done.of(replica, events.CAUGHT_UP) for replica in range(3)), done.explain()
 
 
@@ -116,7 +127,7 @@ def test_hangs_broken_rings_and_lost_agents_control_planes_and_quorum_servers_ar
     os.kill(run.server(), signal.SIGKILL)
     done = run.wait()
     done.check(steps, len(faults))
-    happened(done, len(faults) - 2)
+    happened(done, ",".join(faults))
 
 
 def test_with_dropout_in_bf16_a_fetch_longer_than_steps_is_cut_and_tried_again_and_all_are_equal(corpus, tmp_path):
@@ -132,15 +143,16 @@ def test_with_dropout_in_bf16_a_fetch_longer_than_steps_is_cut_and_tried_again_a
     )
     done.check(steps, 1)
     back = done.of(1, events.CAUGHT_UP)
-    assert len(back) == 2 and all(event.detail["fetch_s"] >= slow_fetch_gpt.FETCH_S for event in back), done.explain()
+    assert len(back) >= 2 and all(event.detail["fetch_s"] >= slow_fetch_gpt.FETCH_S for event in back), done.explain()
     assert "the state was withdrawn during the transfer" in done.logs_of(1), done.explain()
     ours, theirs = ({step["step"]: step["loss"] for step in done.metrics_of(replica)} for replica in range(2))
-    assert len(ours) == steps > len(theirs) and theirs.items() <= ours.items() and ours[steps] < ours[1]
+    assert all(ours[step] == theirs[step] for step in ours.keys() & theirs.keys()) and len(theirs) < steps
+    assert len(done.losses()) == steps and done.losses()[-1] < done.losses()[0], done.explain()
     # Before anyone waits for a replica that returns, it computes a step of which nothing is left; nobody else does.
     happenings = events.read(done.folder / "events.jsonl")
     online = [e.wall for e in happenings if e.name == events.REPLICA_ONLINE and e.detail["life"]]
     rehearsed = [float(line.split()[-1]) for line in done.logs_of(1).splitlines() if slow_fetch_gpt.REHEARSED in line]
-    assert len(rehearsed) == 2 and min(rehearsed) < online[0], done.explain()  # its leader reports after it
+    assert len(rehearsed) >= 2 and min(rehearsed) < online[0], done.explain()  # its leader reports after it
     assert slow_fetch_gpt.REHEARSED not in done.logs_of(0)
 
 
@@ -154,14 +166,15 @@ def all_lost(step: int) -> str:
 def test_all_replicas_lost_go_on_from_the_checkpoint_or_begin_anew(corpus, tmp_path):
     saving = f"--save {tmp_path}/saved --save-interval 5"
     flags = replica_runs.flags(corpus, saving, 14, 8)
-    done = train(tmp_path / "saving", flags, replicas=2, nproc=2, options=f"--inject {all_lost(9)}")
+    how = {"replicas": 2, "nproc": 2, "good": lambda done: len(done.injected()) == 2}
+    done = train(tmp_path / "saving", flags, options=f"--inject {all_lost(9)}", **how)
     done.check(14, 3)
     assert {commit.step for commit in done.proof.lines[0] if commit.before == 0} == {1, 6}, done.explain()
-    assert len(done.losses_of(0)) >= 14
+    assert len(done.losses()) == 14
 
     # weights of position embeddings are drawn from the generator that the compilation before them uses, too
     flags = replica_runs.flags(corpus, "--max-position-embeddings 32", 10, 8).replace(" rope ", " learned_absolute ")
-    done = train(tmp_path / "not-saving", flags, replicas=2, nproc=2, options=f"--inject {all_lost(5)}")
+    done = train(tmp_path / "not-saving", flags, options=f"--inject {all_lost(5)}", **how)
     done.check(10, 4)
     begun = [commit for commit in done.proof.lines[0] if commit.before == 0]
     assert [commit.step for commit in begun] == [1, 1], done.explain()

@@ -36,7 +36,7 @@ def test_lost_groups_cost_no_sample_and_come_back(corpus, whole, tmp_path):
     lost = "kill@replica=1:step=10:rank=0:phase=backward,kill@replica=2:step=20:rank=0:phase=optimizer"
     options = f"{SPARE} --inject {lost},{SLOWLY}"
     done = train(tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=options)
-    happened(done, 2)
+    happened(done, lost)
     judge(done, whole, 2)
     steps = done.proof.lineage.steps
     assert any(done.of(group, events.CAUGHT_UP) for group in (1, 2)), f"nobody has come back\n{done.explain()}"
@@ -52,7 +52,7 @@ def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_
     lost = ",".join(f"kill@replica={group}:step=10:rank=0:phase=backward" for group in (1, 2))
     options = f"{SPARE} --inject {lost},{SLOWLY}"
     done = train(tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=options)
-    happened(done, 2)
+    happened(done, lost)
     judge(done, whole, 0)
     if done.proof.lineage.steps[9].commit.healthy != (0,):
         pytest.skip("a lost group was back before the step was done anew")
@@ -76,7 +76,7 @@ def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus,
         options=f"--ft-spare-plan {plan} --inject {','.join(faults)}",
     )
     judge(done, whole, 12)
-    assert done.proof.lineage.steps[-1].commit.stack == 1
+    assert 1 in {step.commit.stack for step in done.proof.lineage.steps[-10:]}, done.explain()
     assert {5, 10, 15, 20, 25, 30} == {int(path.name[5:]) for path in (tmp_path / "saved").glob("iter_*")}
 
 
@@ -90,5 +90,5 @@ def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp
     ranks(small_runs.run, 2, f"{wanted} --metrics-file {file}")
     inject = "kill@replica=1:step=10:rank=1:phase=optimizer"  # the others compute the next step whole, exchange nothing
     done = train(tmp_path / "run", wanted, replicas=3, nproc=6, options=f"{SPARE} --inject {inject}")
-    happened(done, 1)
+    happened(done, inject)
     judge(done, small_runs.losses(file), 1)

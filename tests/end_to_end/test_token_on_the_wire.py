@@ -1,6 +1,7 @@
 """The run's token never crosses a wire: all that the processes of a run send to each other is searched for it."""
 
 import base64
+import signal
 import socket
 import time
 
@@ -10,6 +11,8 @@ import replica_runs
 from ft_runs import ft_run
 from wire_capture import Recording, forms, found_in, need_root
 
+from ft.base import events
+from ft.base.errors import ENDED_EARLY
 from ft.job.quorum.values import PURPOSE as QUORUM
 from ft.net.store import PURPOSE as STORE
 from ft.state.transfer import PURPOSE as TRANSFER
@@ -46,15 +49,13 @@ def test_a_run_with_a_swap(recording, corpus, tmp_path):
 
 
 def test_a_run_with_replicas_of_which_one_returns(recording, corpus, tmp_path):
-    run = replica_runs.Replicas(
-        tmp_path / "run",
-        replica_runs.flags(corpus, "--use-distributed-optimizer", steps=16),
-        replicas=2,
-        nproc=2,
-        options="--inject kill@replica=1:step=3:rank=0:phase=backward,slow@replica=0:step=2:rank=0:factor=6:for=300s",
-    )
+    wanted = replica_runs.flags(corpus, "--use-distributed-optimizer", steps=100_000)
+    faults = "kill@replica=1:step=3:rank=0:phase=backward,slow@replica=0:step=2:rank=0:factor=6:for=300s"
+    run = replica_runs.Replicas(tmp_path / "run", wanted, replicas=2, nproc=2, options=f"--inject {faults}")
+    run.wait_for(lambda: replica_runs.Done(0, "", run.folder).of(1, events.CAUGHT_UP))
+    run.process.send_signal(signal.SIGTERM)
     done = run.wait()
-    assert done.code == 0 and done.injected(), done.explain()
+    assert done.code == ENDED_EARLY and done.injected(), done.explain()
     check(recording, (tmp_path / "run" / "token").read_text(), (STORE, RING, QUORUM, TRANSFER))
 
 

@@ -19,7 +19,9 @@ from ft.base import events
 from ft.platform.network import free_port
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 180.0
+LIMIT_S = 400.0
+LONGER = "slow@step=2:rank=0:factor=4:for=300s"
+"""Steps long enough, by sleeping, that a standby starts within a run of some dozens."""
 
 
 @dataclass

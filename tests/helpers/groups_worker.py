@@ -12,7 +12,7 @@ from ft.job.parts import GroupReport
 from ft.net.store import StoreConnection, StoreServer
 from ft.state.groups import Groups, Rendezvous, plan_rebuild
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 TOKEN = "the token of the test"
 
 

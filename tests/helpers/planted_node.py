@@ -63,7 +63,9 @@ def gpus(root: Path, *addresses: str) -> None:
 def change(root: Path, path: str, content: str) -> None:
     """Write one file of the tree."""
     (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(content + "\n")
+    fresh = (root / path).with_name("fresh")
+    fresh.write_text(content + "\n")
+    fresh.rename(root / path)  # a reader finds the old content or the new one
 
 
 def log(root: Path, *lines: str) -> None:

@@ -15,5 +15,5 @@ def jobs():
 @pytest.fixture
 def quick(tmp_path):
     """Return the flag for limits with which hangs are noticed soon."""
-    (tmp_path / "limits.yaml").write_text("stall_s: 2\nsilent_s: 30\ncollective_s: 4\n")
+    (tmp_path / "limits.yaml").write_text("stall_s: 6\nsilent_s: 30\ncollective_s: 12\n")
     return f"--limits {tmp_path}/limits.yaml"

@@ -35,7 +35,7 @@ def is_at(live: RankState, step: int) -> bool:
 class Crew:
     """Workers of one process: their servers, snapshots and live states, after ``steps``."""
 
-    def __init__(self, networks: Networks, world: int, copies=1, patience_s=10.0, timeout_s=10.0, steps=()):
+    def __init__(self, networks: Networks, world: int, copies=1, patience_s=30.0, timeout_s=30.0, steps=()):
         self.world, self.networks = world, networks
         self.servers = [SnapshotServer(networks.of(rank), patience_s=patience_s) for rank in range(world)]
         self.snaps = [

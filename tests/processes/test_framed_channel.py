@@ -11,7 +11,7 @@ import pytest
 from ft.net import framed
 from ft.net.framed import HEAD_BYTES, BadFrame, FramedChannel, Mark, checksum
 
-TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
+TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 60.0
 MARK, DATA = Mark(3, 7, 2), bytes(range(256)) * 40
 
 

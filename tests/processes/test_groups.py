@@ -22,7 +22,7 @@ from ft.state.groups.local import Local
 from ft.state.groups.registry import check_torch
 from ft.state.groups.state import EpochState
 
-RELEASE_LIMIT_S = 15.0
+RELEASE_LIMIT_S = 45.0
 
 
 def connected(most_in_mesh, function, *args):

@@ -21,7 +21,7 @@ from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.protocol import Question
 from ft.systems.hsdp.rank import Votes, digest
 
-RELEASE_LIMIT_S = 15.0
+RELEASE_LIMIT_S = 45.0
 OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 

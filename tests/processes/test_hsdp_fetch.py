@@ -38,8 +38,9 @@ def serving(servers):
     return offering
 
 
-def get(sources, into, *, step=STEP, lineage=LINEAGE, token=TOKEN, limit_s=WAIT_S, **more):
-    return fetch([getattr(s, "address", s) for s in sources], token, step, lineage, into, limit_s, **more)
+def get(sources, into, *, step=STEP, lineage=LINEAGE, token=TOKEN, limit_s=WAIT_S, stall_s=WAIT_S, **more):
+    addresses = [getattr(s, "address", s) for s in sources]
+    return fetch(addresses, token, step, lineage, into, limit_s, stall_s=stall_s, **more)
 
 
 def test_shares_are_even_by_bytes_and_cover_everything_once():

@@ -69,7 +69,7 @@ def test_the_share_of_a_source_that_is_killed_or_stopped_in_the_middle_comes_fro
     once = once_past(2 << 20, lambda: (doomed.signal(number), gate.opened.set()))
     middle, later = opened(closing, Proxy(doomed.address, once)), opened(closing, Proxy(good.address, gate))
     into = blank(live)
-    found = get([middle, later], into, stall_s=WAIT_S if number == signal.SIGKILL else 5.0)
+    found = get([middle, later], into, stall_s=WAIT_S if number == signal.SIGKILL else 15.0)
     assert equal(live, into)
     assert middle.address in found.left
     assert found.per_source[later.address] > found.per_source[middle.address]
@@ -96,7 +96,7 @@ def test_a_source_that_trickles_is_left_for_another(closing):
 
     middle = opened(closing, Proxy(slow.address, trickle))
     into = blank(live)
-    found = get([middle, good], into, stall_s=4.0)
+    found = get([middle, good], into, stall_s=15.0)
     assert equal(live, into)
     assert found.per_source[middle.address] < found.per_source[good.address]
 
@@ -127,11 +127,11 @@ def test_flipped_bits_are_never_accepted_and_another_source_makes_good_for_them(
         middle = opened(closing, Proxy(source.address, _flipper(random.Random(seed + turn), rate)))
         into = blank(live)
         with contextlib.suppress(FetchRefused, BadState):
-            get([middle], into, stall_s=5.0)
+            get([middle], into, stall_s=15.0)
             assert equal(live, into)
             accepted += 1
         into = blank(live)
-        get([middle, source], into, stall_s=5.0)
+        get([middle, source], into, stall_s=15.0)
         assert equal(live, into)
         middle.close()
     print("undamaged", accepted)

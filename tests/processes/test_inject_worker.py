@@ -20,7 +20,7 @@ from ft.faults.agent import AgentInjector
 from ft.faults.worker import Injector
 from ft.platform import election
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 def filed(folder: Path, *faults: Fault) -> str:
@@ -110,7 +110,7 @@ def test_a_kill_by_the_clock_counts_from_where_training_began(tmp_path):
 
 
 def test_a_hang_stops_the_process_and_ends_by_itself_when_asked_to(tmp_path):
-    process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=3)))
+    process = start(WORKER, FT_FAULTS=filed(tmp_path, Fault(4, "hang", step=3, rank=3, seconds=15)))
     eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "stopped process")
     code, lines = ended(process)
     assert code == 0
@@ -210,7 +210,7 @@ def namespace():
     subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
-@pytest.mark.parametrize("seconds", ["5", "900"])
+@pytest.mark.parametrize("seconds", ["20", "900"])
 def test_a_partition_takes_the_interfaces_down_and_gives_them_and_their_routes_back(seconds, namespace):
     done = subprocess.run(
         ["ip", "netns", "exec", namespace, sys.executable, "-c", PARTITION, seconds],

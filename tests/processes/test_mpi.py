@@ -109,7 +109,7 @@ def three(monkeypatch):
 
 
 def test_a_dead_mpi_process_is_shrunk_away_and_a_standbys_node_takes_its_place(three):
-    workers = Crew(Networks(three), 2, patience_s=5, timeout_s=5)
+    workers = Crew(Networks(three), 2, patience_s=20, timeout_s=20)
     spare = Crew(Networks(three), 3, copies=0)
     workers.step(1)
     three.signal(1, signal.SIGKILL)
@@ -136,7 +136,7 @@ def refusal(network, address: str) -> str:
 
 
 def test_a_stopped_mpi_process_holds_up_nobody_and_is_declared_dead(three):
-    workers, others = Crew(Networks(three), 2, patience_s=4, timeout_s=4), Crew(Networks(three), 3, copies=1)
+    workers, others = Crew(Networks(three), 2, patience_s=15, timeout_s=15), Crew(Networks(three), 3, copies=1)
     others.snaps[0].place({2: others.addresses[2]})
     others.snaps[0].peers = [2]
     workers.step(1)

@@ -27,9 +27,13 @@ def built(tmp_path_factory) -> Path:
     """This project's wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves folders behind where it runs
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.egg-info"))
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache"),
+    )
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*build, str(source)], check=True, timeout=120, capture_output=True)
+    subprocess.run([*build, str(source)], check=True, timeout=600, capture_output=True)
     [wheel] = folder.glob("megatron_ft-*.whl")
     return wheel
 
@@ -66,7 +70,7 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(built,
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.stdout.strip().startswith(str(unpacked))
 
@@ -82,16 +86,16 @@ def test_pip_leaves_a_containers_torch_and_what_is_built_against_it_alone(torch,
             pin = next((spec.version for spec in requirement.specifier if spec.operator == "=="), "9.9")
             empty_wheel(offered, requirement.name, pin)
     python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=600)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-index", "--find-links", str(offered)]
-    subprocess.run([*install, *map(str, have)], check=True, timeout=120)
-    subprocess.run([*install, str(built)], check=True, timeout=120)
-    listed = subprocess.run([*pip, "list", "--format=json"], check=True, timeout=120, capture_output=True, text=True)
+    subprocess.run([*install, *map(str, have)], check=True, timeout=600)
+    subprocess.run([*install, str(built)], check=True, timeout=600)
+    listed = subprocess.run([*pip, "list", "--format=json"], check=True, timeout=600, capture_output=True, text=True)
     versions = {each["name"].replace("-", "_"): Version(each["version"]) for each in json.loads(listed.stdout)}
     assert {name: versions[name] for name in container} == {name: Version(v) for name, v in container.items()}
     assert "megatron_core" in versions and "megatron_ft" in versions
-    subprocess.run([*pip, "check"], check=True, timeout=120)
+    subprocess.run([*pip, "check"], check=True, timeout=600)
 
 
 def needs_of(wheel: Path) -> list[str]:
@@ -122,13 +126,13 @@ def test_nvidias_trainer_stays_whole_beside_this_package_and_both_train(request,
     core = wheel_of(request, tmp_path, importlib.metadata.version("megatron-core"))
     environment = tmp_path / "venv"
     site = environment / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=600)
     python = str(environment / "bin" / "python")
 
     def pip(*words: str) -> None:
         command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet", *words]
         outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        subprocess.run(command, check=True, timeout=120, cwd=tmp_path, env=outside)
+        subprocess.run(command, check=True, timeout=600, cwd=tmp_path, env=outside)
 
     pip("install", "--no-deps", "--no-index", str(core))
     assert (site / "megatron/training/training.py").exists() and damaged(site, "megatron_core") == []

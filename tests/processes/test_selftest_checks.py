@@ -30,7 +30,7 @@ FOUND = {
     "reproducible": "vary: ones_like",
     "training": "the run stopped with code",
     **dict.fromkeys(("kill", "stall", "stop"), "instead of one replaced worker"),
-    "launches": "no other thread ran for 2",
+    "launches": "no other thread ran for ",
     "freed": "still in use 2.00 s after SIGKILL",
     "ports": "does not reach 127.0.0.1:1",
     "clocks": "behind that of node 0",

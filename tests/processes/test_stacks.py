@@ -76,7 +76,8 @@ def test_who_holds_the_interpreter_lock_in_c_shows_its_line(start):
         assert threads[0].name == "MainThread", threads
 
 
-def test_an_agent_puts_the_calls_into_the_inspection(start, tmp_path):
+def test_an_agent_puts_the_calls_into_the_inspection(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_LIMIT_S", 20.0)  # a process that gets no CPU writes late
     process, handler = start(REGISTER + HOLD + "hold()\n")
     eventually(lambda: within("hold", calls.read_stacks(asked(process, handler), handler.thread)))
     kept = Inspections(tmp_path, "n0")

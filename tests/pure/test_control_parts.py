@@ -5,19 +5,10 @@ import json
 import pytest
 from control_world import World, kinds, only, opened
 
-from ft.faults import verdict
 from ft.job import messages as m
-from ft.job.control import history
-from ft.job.control.state import RUNNING, ControlState, PastFault, RecoveryInProgress, Return
+from ft.job.control.state import RUNNING, ControlState
 from ft.job.parts import Seat
 from ft.net.codec import from_json, to_json
-
-
-def test_history_is_bounded():
-    past: list[PastFault] = []
-    for at in range(1000):
-        history.record(past, float(at), 0, at, verdict.of_exit(-9))
-    assert len(past) <= 200 and past[-1].step == 999
 
 
 def test_the_whole_state_goes_through_json():
@@ -68,29 +59,3 @@ def test_reports_may_come_twice():
         one.recover()
     assert kinds(world.orders) == kinds(twice.orders)
     assert twice.state.phase == RUNNING and twice.state.epoch == 1
-
-
-# --- recoveries that lead to the same step again: more is in ``conversations/recovery/no_progress.txt`` ---------------
-
-
-STALL = verdict.of_stall("work", 12.0, 10.3)
-
-
-def recovery(*faults):
-    return RecoveryInProgress(
-        1.0, 0, "", verdicts=[found.reason for found in faults], in_vain=all(f.in_vain for f in faults)
-    )
-
-
-def test_returns_count_while_nothing_new_strikes():
-    returns = history.returned([], 3, recovery(verdict.of_exit(-9)), fired=1)
-    assert returns == [Return(3, ["killed by SIGKILL"], 1)]
-    returns = history.returned(returns, 3, recovery(STALL), fired=1)
-    assert len(returns) == 2 and history.going_round(returns) == ""
-    assert len(history.returned(returns, 4, recovery(STALL), fired=1)) == 1, "a step was committed"
-    assert len(history.returned(returns, 3, recovery(STALL), fired=2)) == 1, "a fault was injected"
-    assert len(history.returned(returns, 3, recovery(STALL, verdict.of_exit(-9)), fired=1)) == 1, "a process has died"
-    returns = history.returned(returns, 3, recovery(STALL), fired=1)
-    said = history.going_round(returns)
-    assert said.startswith("training has stopped 3 times after committed step 3")
-    assert "  1. killed by SIGKILL\n  2. in work for 12.0 s" in said and "\n  3. in work for 12.0 s" in said

@@ -1,9 +1,8 @@
-"""CI, make and pre-commit start the same scripts of the tests, and a run of the tests lists the slowest ones."""
+"""CI, make and pre-commit start the same scripts of the tests."""
 
 import re
 from pathlib import Path
 
-import conftest
 import yaml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,23 +27,3 @@ def test_ci_and_make_check_what_the_script_of_the_tests_checks():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     for tool in ("ruff check", "ruff format --check", "lint-imports --no-logo", "mypy"):
         assert tool in checks and any(tool in hook["entry"] for hook in hooks)
-
-
-def test_the_slowest_files_and_tests_come_first():
-    spent = [
-        ("tests/pure/test_a.py::test_x", 1.0),
-        ("tests/pure/test_a.py::test_y", 2.0),
-        ("tests/b/test_b.py::z", 2.5),
-    ]
-    assert conftest.durations(spent).splitlines() == [
-        "seconds of the slowest folders:",
-        "     3.0  tests/pure",
-        "     2.5  tests/b",
-        "seconds of the slowest files:",
-        "     3.0  tests/pure/test_a.py",
-        "     2.5  tests/b/test_b.py",
-        "seconds of the slowest tests:",
-        "     2.5  tests/b/test_b.py::z",
-        "     2.0  tests/pure/test_a.py::test_y",
-        "     1.0  tests/pure/test_a.py::test_x",
-    ]

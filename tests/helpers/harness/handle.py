@@ -96,7 +96,7 @@ class Handle:
         except FileNotFoundError:
             return ""
 
-    def wait_for_output(self, rank: int, text: str, timeout: float = 60) -> None:
+    def wait_for_output(self, rank: int, text: str, timeout: float = 180) -> None:
         """Wait until the rank has printed `text`. Raise RankFailed if it ends before, RanksHung at the timeout."""
         deadline = time.monotonic() + timeout
         while text not in self.output(rank):
@@ -106,7 +106,7 @@ class Handle:
                 self._give_up(timeout, f"rank {rank} did not print {text!r}")
             self._listen(0.01)
 
-    def wait(self, timeout: float = 60, stop_at_failure: bool = False) -> list[Outcome]:
+    def wait(self, timeout: float = 180, stop_at_failure: bool = False) -> list[Outcome]:
         """Wait until every rank has ended.
 
         Args:
@@ -202,7 +202,7 @@ class Handle:
         file = self.folder / f"{rank}.stack"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[rank], signal.SIGUSR1)
-        deadline, size = time.monotonic() + 2, 0
+        deadline, size = time.monotonic() + 20, 0
         while time.monotonic() < deadline:
             time.sleep(0.02)
             grown = file.stat().st_size if file.exists() else 0
