@@ -7,6 +7,7 @@ The table is data. ``ft protections`` prints it, the trainer and ``ft run`` read
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class Mode:
 
     Attributes:
         fix: what a user can do; "": drop the flag.
-        values: the values of the flags that are refused; empty: all values that turn it on.
+        values: the values of the flags that are refused, as patterns of file names; empty: all values that turn it on.
         beside: other flags on which the refusal depends, and the values with which it holds; "" stands for a flag that
             is off, and no value for all that turn it on.
     """
@@ -172,8 +173,13 @@ _SENDING = (HOT_SWAP, REPLICAS)
 """Protections that give a worker the state of others, and repeat a step that was interrupted."""
 
 _TWICE = (DOUBLE, PROFILE)
+_REPEATING = (*_SENDING, DOUBLE)
+"""Protections that repeat a step, from the state before it."""
+
 _IS_PRECISION_AWARE: Mapping[str, tuple[str, ...]] = {"--use-precision-aware-optimizer": ()}
 _GRAPHS = "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"
+
+_WEIGHT_SHARDS = "--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"
 
 
 def _twice(why: str) -> str:
@@ -245,6 +251,50 @@ MODES: list[Mode] = [
         (HOT_SWAP,),
         "its buffers are registered with the communicators once, and a recovery makes new communicators",
     ),
+    Mode(
+        ("--fim-data",),
+        _REPEATING,
+        "its data set draws from a generator of its own, so that a sample that is read a second time differs",
+    ),
+    Mode(
+        ("--logits-load-dir", "--logits-save-dir"),
+        _REPEATING,
+        "logits are read and written one after another, which does not go back to the beginning of a step",
+    ),
+    Mode(
+        ("--moe-router-force-biased",),
+        _REPEATING,
+        "with a negative value each layer draws its bias once in a process, so that a new worker has another one",
+        "give a positive value",
+        ("-*",),
+    ),
+    Mode(
+        ("--qk-clip",),
+        (HOT_SWAP, DOUBLE),
+        "it scales the weights of the model apart from the optimizer's, from which a recovery computes them, and by "
+        "maxima of an evaluation before the step",
+    ),
+    Mode(
+        ("--delay-wgrad-compute", "--overlap-dispatch-backward-with-experts-wgrad"),
+        _SENDING,
+        "an interrupted step leaves weight gradients that Transformer Engine has yet to compute",
+    ),
+    Mode(
+        _WEIGHT_SHARDS,
+        _SENDING,
+        "an interrupted step leaves gathers and reductions under way, which belong to the chain of all weights",
+    ),
+    Mode(
+        ("--moe-routing-trace-path",),
+        _REPEATING,
+        "a step that is repeated is recorded twice, and a recovery adds the hooks again and empties the files",
+    ),
+    Mode(
+        ("--fault-injector-ranks", "--fault-injector-num-ranks"),
+        _SENDING,
+        "each recovery plans the same faults again",
+        "plan faults with ft run --inject",
+    ),
     Mode(("--tp-comm-overlap",), _TWICE, _twice("lets kernels write to the buffers of other ranks")),
     Mode(
         (
@@ -255,6 +305,7 @@ MODES: list[Mode] = [
         _TWICE,
         _twice("computes gradients outside of the backward pass"),
     ),
+    Mode(_WEIGHT_SHARDS, _TWICE, _twice("gathers the next weight and sums another one's gradient within each layer")),
     Mode(("--moe-paged-stash",), _TWICE, _twice("moves activations by kernels outside of the layers")),
     Mode(
         ("--overlap-moe-expert-parallel-comm",),
@@ -325,21 +376,28 @@ def refused_modes(core: Any, asked: Iterable[ProtectionEntry]) -> Iterator[Probl
 _FIELDS = {"--fp8-format": "fp8", "--use-nccl-ub": "nccl_ub"}
 """Flags whose option has another name -> the name."""
 
+_OFF = {
+    _WEIGHT_SHARDS[0]: ("tensor_model_parallel_size",),
+    _WEIGHT_SHARDS[1]: ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+}
+"""Flags that are off with the value of another option -> its name; the next one holds if that option is None."""
+
 _TYPES = {"torch.float16": "fp16", "torch.uint8": "fp8"}
 """Types of numbers, as Megatron-LM's parsed arguments have them -> their names in flags."""
 
 
 def _value(core: Any, flag: str) -> str:
     """Return the value of a flag as text; "": it is off, or this release of megatron-core does not have it."""
+    off = next((str(n) for name in _OFF.get(flag, ()) if (n := getattr(core, name, None)) is not None), "")
     for name in (_FIELDS.get(flag, ""), flag.removeprefix("--").replace("-", "_")):
         value = getattr(core, name, None) if name else None
-        if value not in (None, False, 0, "", "none", []):
+        if value not in (None, False, 0, "", "none", []) and str(value) != off:
             return _TYPES.get(str(value), str(value))
     return ""
 
 
 def _is_among(value: str, values: tuple[str, ...]) -> bool:
-    return value in values if values else value != ""
+    return any(fnmatchcase(value, pattern) for pattern in values) if values else value != ""
 
 
 def text() -> str:

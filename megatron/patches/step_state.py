@@ -10,6 +10,7 @@ This module replaces no symbol. It is the one place that knows the attributes of
 write. If the installed core lacks one of them, a UserError names the attribute.
 """
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,16 +64,37 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
                 set_known(module, cached_output=None, gate_score=None)
                 if hasattr(module, "_overlap_state"):  # newer releases of core expect the parts in their order
                     module._overlap_state = type(module._overlap_state).IDLE
+            if getattr(module, "grad_output_buffer", None):  # core empties the list beside it when a step begins
+                module.grad_output_buffer.clear()
         chunk.zero_grad_buffer()  # last: core would take the counts of a first batch for complete
         chunk.module.zero_grad()
     optimizer.zero_grad()
     clear_cached_collective_results(optimizer)
-    clear_aux_losses_tracker()
+    clear_losses()
     timers = chunks[0].config.timers if chunks else None
     if timers is not None:
         for timer in timers._timers.values():
             timer._started = False
             timer.reset()
+
+
+_TRACKERS = {
+    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
+    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
+}
+_SUMS = ("values", "loss_values", "correct_values", "total_values")
+
+
+def clear_losses() -> None:
+    """Clear what core has added up for the log in this step: losses of routers, of multi-token prediction, and of
+    indexers of sparse attention.
+    """
+    clear_aux_losses_tracker()
+    for name, helper in _TRACKERS.items():
+        tracker = getattr(getattr(sys.modules.get(name), helper, None), "tracker", {})
+        for sums in _SUMS:
+            if sums in tracker:
+                tracker[sums].zero_()
 
 
 def expect_no_backward(chunks: Iterable) -> None:

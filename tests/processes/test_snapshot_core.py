@@ -413,12 +413,16 @@ def test_a_buffer_that_a_forward_pass_replaces_comes_back(corpus):
     trainer = plain_loop.PlainTrainer(plain_loop.Setting(corpus, config=NO_DROPOUT))
     (chunk,) = trainer.chunks
     chunk.module.register_buffer("seen", torch.zeros(2))
+    chunk.module.register_buffer("cache", torch.ones(2), persistent=False)
     capture = Capture(trainer.chunks, trainer.optimizer, trainer.scheduler, alone=True)
     chunk.module.seen = torch.full((2,), 3.0)
     taken = capture.state({})
     chunk.module.seen = torch.full((2,), 9.0)
     capture.apply(taken)
     assert chunk.module.seen.tolist() == [3.0, 3.0]
+    chunk.module.cache = torch.ones(5)  # as YaRN's cosines for longer samples
+    capture.apply(taken)
+    assert chunk.module.cache.tolist() == [1.0] * 5
 
 
 def draw() -> list:

@@ -1,18 +1,22 @@
 """The adapter of Megatron-LM checkouts, as far as it starts nothing: hooks, the split, flags and refusals."""
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from megatron_lm_trees import trees
 from planted_checkout import plant
 
-from ft.adapters.megatron_lm import hooks, refusals, state, tree
+from ft.adapters.megatron_lm import hooks, refusals, state, trainer, tree
 from ft.adapters.megatron_lm.hooks import split
+from ft.adapters.megatron_lm.iterators import Iterators
 from ft.commands import checkouts, protection
 from ft.job.agent.options import Script
 from ft.protection import table
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.patches import step_state
 
 
 @pytest.fixture
@@ -106,6 +110,41 @@ def test_sums_keep_every_bit():
     assert list(back) == list(values) and back["advanced iterations"] == 3
     for name in ("lm loss", "z"):
         assert torch.equal(back[name], values[name]) and back[name].shape == values[name].shape
+
+
+def test_what_a_redone_step_would_count_twice_is_put_back(monkeypatch):
+    training = SimpleNamespace(_seqlen_stats_in_iteration=torch.tensor([20.0, 200.0]), _seqlen_stats_active=True)
+    monkeypatch.setattr(tree, "module", lambda name: training)
+    tracker = {name: torch.tensor([3.0]) for name in ("loss_values", "values", *trainer._PREDICTIONS)}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", tracker)
+    of_evaluation = json.loads(json.dumps(trainer._counts()))
+    training._seqlen_stats_in_iteration += 7
+    for total in tracker.values():
+        total += 1
+    step_state.clear_losses()
+    trainer._reset_counts(SimpleNamespace(device=torch.device("cpu")), of_evaluation)
+    assert training._seqlen_stats_active and training._seqlen_stats_in_iteration.tolist() == [20.0, 200.0]
+    assert {name: total.item() for name, total in tracker.items()} == dict(zip(tracker, (0, 0, 3, 3), strict=True))
+    trainer._reset_counts(SimpleNamespace(device=torch.device("cpu")), {})
+    assert not training._seqlen_stats_active and list(tracker) == ["loss_values", "values"]
+
+
+def test_hooks_that_record_a_step_are_removed_when_it_is_abandoned(monkeypatch):
+    layer, module = torch.nn.Linear(1, 1), ModuleType("megatron.training.dgrad_logging")
+    module._LOGGER = SimpleNamespace(_save_dir="", _hooks=[layer.register_forward_hook(lambda *_: None)])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    trainer._reset_loggers()
+    assert module._LOGGER is None and not layer._forward_hooks
+
+
+def test_iterators_are_moved_to_the_end_of_a_dataset_but_not_made_there():
+    names = ("data_iterators", "data_loaders", "datasets")
+    training = SimpleNamespace(**{f"build_train_valid_test_{name}": lambda provider: (None,) for name in names})
+    training.build_pretraining_data_loader = lambda dataset, consumed: consumed
+    iterators = Iterators(training)
+    assert iterators.loader(range(8), 8) == 8  # the checkout says what it thinks of it
+    iterators.make(None)
+    assert iterators.loader(range(8), 8) is None and iterators.loader(range(8), 4) == 4
 
 
 # ------------------------------------------------------------------------------------------ the choice of a trainer

@@ -60,7 +60,9 @@ ASKING = {
     table.STAGES: "--ft-hot-swap --ft-checkfree",
 }
 VALUES = {"--fp8-format": "hybrid", "--cuda-graph-impl": "local", "--dsa-kernel-backend": "cudnn", "--num-experts": "4"}
-VALUES["--cpu-offloading-num-layers"] = "2"
+VALUES |= dict.fromkeys(("--cpu-offloading-num-layers", *table._WEIGHT_SHARDS), "2")
+VALUES |= dict.fromkeys(("--logits-load-dir", "--logits-save-dir", "--moe-routing-trace-path"), "folder")
+VALUES |= {"--moe-router-force-biased": "-1.0", "--fault-injector-ranks": "0", "--fault-injector-num-ranks": "1"}
 MODES = [(mode, flag) for mode in table.MODES for flag in mode.flags]
 
 
@@ -72,7 +74,7 @@ def turned_on(mode, flag) -> str:
     """Return flags that turn on a mode."""
     beside = [(name, values) for name, values in mode.beside.items() if "" not in values]
     wanted = [(flag, mode.values), *beside]
-    return " ".join(f"{name} {(values or (VALUES.get(name, ''),))[-1]}".strip() for name, values in wanted)
+    return " ".join(f"{name} {VALUES.get(name, (*values, '')[0])}".strip() for name, values in wanted)
 
 
 def says(problems, mode, flag, name) -> bool:

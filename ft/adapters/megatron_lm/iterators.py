@@ -130,12 +130,15 @@ class Iterators:
         return self._datasets[stage]
 
     def loader(self, dataset: Any, consumed: int) -> Any:
-        """Return the data loader of a dataset.
+        """Return the data loader of a dataset; None if iterators are moved to its end, because the checkout refuses to
+        make a loader without samples.
 
         Args:
             consumed: samples to skip; ignored for a part of the training data, whose loader exists already.
         """
         mine = next((loader for loader in self.loaders if loader.dataset is dataset), None)
+        if mine is None and self._made and dataset is not None and consumed >= len(dataset):
+            return None
         return self._build_loader(dataset, consumed) if mine is None else mine
 
     def make(self, provider) -> tuple:

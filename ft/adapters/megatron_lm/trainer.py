@@ -6,6 +6,7 @@ The position is all state except model and optimizer that changes from step to s
 import contextlib
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ft.adapters.megatron_lm import step, tree
+from ft.adapters.megatron_lm import state, step, tree
 from ft.adapters.megatron_lm.state import CheckoutRun
 from ft.base import events
 from ft.base.errors import FtError, LastSaveFailed
 from ft.faults.verdict import RETRY, of_error
 from ft.state.snapshot import optimizers
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 CHOICES = ("do_train", "do_valid", "do_test")
@@ -40,7 +42,8 @@ class CheckoutPosition:
         run = self._run
         args = {name: getattr(run.args, name) for name in (*COUNTERS, *CHOICES)}
         own = {name: getattr(run, name) for name in _PLAIN}
-        return {**own, "args": args, "large_values": _large_values(), "extra": dict(run.extra)}
+        of_trainer = {"large_values": _large_values(), "counts": _counts()}
+        return {**own, **of_trainer, "args": args, "extra": dict(run.extra)}
 
     def set(self, position: dict[str, Any]) -> None:
         """Move the trainer to ``position``. All ranks have to call it.
@@ -58,6 +61,8 @@ class CheckoutPosition:
         run.args.num_floating_point_operations_so_far = run.flops
         _reset_timers(run.running_timers or {})
         _reset_rerun_machine(run, position["large_values"])
+        _reset_counts(run, position["counts"])
+        _reset_loggers()
         run.iterators.move()
         if run.running_timers is not None:
             return
@@ -116,6 +121,45 @@ def _reset_rerun_machine(run: CheckoutRun, large_values: list[dict[str, Any]]) -
     new.current_iteration = run.step
     new.large_value_counts, new.max_values = dict(large_values[0]), dict(large_values[1])
     vars(machine).update(vars(new))
+
+
+_TOKENS, _HAS_TOKENS = "_seqlen_stats_in_iteration", "_seqlen_stats_active"
+_PREDICTIONS = ("cumulative_correct_values", "cumulative_total_values")
+
+
+def _counts() -> dict[str, Any]:
+    """Return what the trainer adds up beyond a step, encoded: the tokens of packed sequences, of which those of an
+    evaluation count with the next step, and the predictions of --mtp-num-layers.
+    """
+    training, tracker = tree.module("training"), MTPLossLoggingHelper.tracker
+    found = {name: tracker[name] for name in _PREDICTIONS if name in tracker}
+    if getattr(training, _HAS_TOKENS, False):
+        found[_TOKENS] = getattr(training, _TOKENS)
+    return state.encode(found)
+
+
+def _reset_counts(run: CheckoutRun, counts: dict[str, Any]) -> None:
+    training, tracker = tree.module("training"), MTPLossLoggingHelper.tracker
+    found = state.decode(counts, run.device)
+    if hasattr(training, _HAS_TOKENS):  # from 0.19 on
+        setattr(training, _HAS_TOKENS, _TOKENS in found)
+        setattr(training, _TOKENS, found.pop(_TOKENS, None))
+    for name in _PREDICTIONS:
+        tracker.pop(name, None)
+    tracker.update(found)
+
+
+def _reset_loggers() -> None:
+    """Remove the hooks with which the trainer records a step (--save-activations-interval, --save-dgrads-interval,
+    --save-tokens-per-expert-interval), and what they have recorded: it removes them only after whole passes.
+    """
+    for name in ("activation_logging", "dgrad_logging"):
+        module = sys.modules.get(f"megatron.training.{name}")
+        logger = getattr(module, "_LOGGER", None)
+        if logger is not None:
+            for hook in (each for held, hooks in vars(logger).items() if held.endswith("_hooks") for each in hooks):
+                hook.remove()
+            module._LOGGER = None
 
 
 def _reset_model(run: CheckoutRun) -> None:

@@ -66,7 +66,7 @@ class Capture:
         }
         # where the buffers are, and not the tensors: a forward pass may put another tensor there
         self._buffers = {
-            f"{_BUFFER}{i}/{path}.{key}": (part._buffers, key)
+            f"{_BUFFER}{i}/{path}.{key}": (part, key)
             for i, chunk in modules
             for path, part in chunk.named_modules()
             for key, held in part._buffers.items()
@@ -111,8 +111,8 @@ class Capture:
             "extra": extra,
         }
         blobs = rng.blobs() | {_FP8: self._scales.encoded(scaled)}
-        for name, (holder, key) in self._buffers.items():
-            blobs[name] = holder[key].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for name, (part, key) in self._buffers.items():
+            blobs[name] = part._buffers[key].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return RankState(self._owned, self._replicated, envelope, blobs)
 
     def apply(self, restored: RankState) -> dict[str, Any]:
@@ -137,8 +137,10 @@ class Capture:
         if self._scheduler is not None:
             optimizers.set_schedule(self._scheduler, envelope["scheduler"])
         with torch.no_grad():
-            for name, (holder, key) in self._buffers.items():
-                buffer = holder[key]
+            for name, (part, key) in self._buffers.items():
+                buffer = part._buffers[key]
+                if len(blobs[name]) != buffer.nbytes and key in part._non_persistent_buffers_set:
+                    continue  # a cache, such as YaRN's cosines: a forward pass that needs a longer one makes it anew
                 saved = torch.frombuffer(bytearray(blobs[name]), dtype=torch.uint8) if blobs[name] else None
                 if saved is not None:
                     buffer.copy_(saved.view(buffer.dtype).view(buffer.shape))

@@ -11,16 +11,6 @@ from ft.base.errors import Problem
 _PADDING = ("--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization")
 """Flags that pad routing maps by a kernel outside of functions, if experimental fused permutation is on as well."""
 
-_SHARDS = {
-    "--tensor-parallel-num-weight-shards": ("tensor_model_parallel_size",),
-    "--expert-tensor-parallel-num-weight-shards": ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
-}
-"""Flag of generalised tensor parallelism -> the field with the number of shards without it; the next one holds if it is
-None.
-
-Each use of a sharded weight starts the all-gather of the next weight, and finishes the reduce-scatter and the sum of
-the gradient that another use has started, on other streams, by state that belongs to the chain of all weights."""
-
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     """Yield (problem, fix); see ``checks`` of :class:`ft.protection.table.ProtectionEntry`."""
@@ -41,12 +31,6 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
     yield from _of_experts(options)
-    for flag, fields in _SHARDS.items():
-        shards = _value(options, flag)
-        plain = next((size for name in fields if (size := getattr(options.core, name, None)) is not None), 1)
-        if shards is not None and shards > plain:
-            problem = "gathers the next weight and sums another one's gradient within each layer"
-            yield f"{flag} {shards} {problem}, which DMR cannot execute a second time", f"drop {flag}, or DMR"
 
 
 def _of_experts(options: Any) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from ft.job.quorum.values import committed_in
 from ft.state.groups.tree import Tree
 from ft.systems.hsdp.components import FETCHES, SERVES, Components
 from ft.systems.hsdp.protocol import Agreed, Question, QuorumMembership
-from megatron.patches.step_state import clear_aux_losses_tracker
+from megatron.patches.step_state import clear_losses
 
 _BITS = 62
 
@@ -214,7 +214,7 @@ class TrainingRank:
 
     def next_pass(self) -> None:
         """Begin the next pass of an attempt, after one whose gradients are only kept."""
-        clear_aux_losses_tracker()
+        clear_losses()
         self._work.next_pass()
 
     def failed(self) -> None:
