@@ -2,10 +2,8 @@
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
-import small_runs
 import torch
 from planted_crashes import SEGFAULT, USERS
 
@@ -14,7 +12,6 @@ from ft.faults.first_cause import CrashError, first_cause
 from ft.observe.diagnose import compare
 from ft.observe.diagnose.compare import coordinates, copies, of_tensors
 from ft.record import crash
-from megatron.ft_trainer import arguments
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -84,13 +81,6 @@ def test_places_are_those_of_megatron_core():
             if ep > 1:
                 for group in expert.get_ranks("dp"):
                     assert [group[0], *copies(group[0], layout, pipeline_first, True)] == sorted(group)
-
-
-@pytest.mark.parametrize("flag, place", [("", {"dp": 1, "pp": 0}), ("--use-tp-pp-dp-mapping", {"dp": 0, "pp": 1})])
-def test_ranks_are_placed_in_the_order_that_the_run_has_stored(flag, place):
-    options = arguments.parse(f"{small_runs.BASE} --train-iters 1 --mock-data {flag}").as_dict()
-    manifest = SimpleNamespace(layout={"world_size": 4, "pp": 2}, run={"options": options})
-    assert compare.rank_place(manifest, 1) == {"tp": 0, "cp": 0, **place}
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from conversations import ROOT
 
 from ft.faults import verdict
 from ft.faults.health import ACTIONS, DRAIN, LINK, RULES, THIS, WATCH
-from ft.platform.health import COUNTER, Observation, Reading, differences, gpus, kernel_log
+from ft.platform.health import Reading, gpus, kernel_log
 from ft.platform.health.kernel_log import LINES, KernelLog
 from ft.platform.health.observation import HealthSource
 from ft.platform.health.reader import kernel_status, of_this_node
@@ -95,16 +95,6 @@ def test_this_machine_can_be_read(tmp_path):
     assert reader.asking == ""
     reader.close()
     assert kernel_status() is None or kernel_status()[1] >= 0
-
-
-def test_the_difference_of_two_readings_is_the_growth_of_counters():
-    def reading(when, **counters):
-        found = (Observation("n0", "mc0", name, value, "", when, COUNTER) for name, value in counters.items())
-        return Reading("n0", when, (*found, Observation("n0", "", "clock.ahead", when, "s", when)))
-
-    changes = differences(reading(10.0, a=5, b=7, c=1), reading(40.0, a=8, b=2, d=9))
-    assert [(change.now.name, change.grew, change.seconds) for change in changes] == [("a", 3, 30.0), ("b", 2, 30.0)]
-    assert differences(None, reading(10.0, a=5)) == []
 
 
 def test_a_gpu_has_an_id_or_none_is_known():
