@@ -299,7 +299,7 @@ def test_one_that_is_busy_with_something_else_is_waited_for_by_the_next_server_t
 
 
 def test_a_stopped_leader_is_waited_for_no_longer_than_it_beats_and_comes_back_behind(service):
-    service.serve(2, limits={"silent_s": 1.0})
+    service.serve(2, limits={"silent_s": 1.0, "wait_s": 0.1})
     client, leader = service.client(0), service.leader(1)
     quorum = ask(client).result(LIMIT_S)
     leader.send_signal(signal.SIGSTOP)
