@@ -95,6 +95,8 @@ def clear_losses() -> None:
         for sums in _SUMS:
             if sums in tracker:
                 tracker[sums].zero_()
+        for group in {"reduce_group", "avg_group"} & tracker.keys():
+            tracker[group] = None  # core reduces over it where a step has set it, and a new worker has none
 
 
 def expect_no_backward(chunks: Iterable) -> None:

@@ -243,7 +243,7 @@ class CheckoutTrainer:
     def load(self) -> bool:
         is_loaded = load(self._run)
         if is_loaded:
-            self.position.set(self.position.get())
+            self.position.set({**self.position.get(), "counts": {}})
         return is_loaded
 
     def save(self) -> None:
