@@ -70,7 +70,8 @@ class Mode:
 
     Attributes:
         fix: what a user can do; "": drop the flag.
-        values: the values of the flags that are refused, as patterns of file names; empty: all values that turn it on.
+        values: the values of the flags that are refused, as shell patterns (``-*``: negative numbers); empty: all
+            values that turn it on.
         beside: other flags on which the refusal depends, and the values with which it holds; "" stands for a flag that
             is off, and no value for all that turn it on.
     """
@@ -174,7 +175,7 @@ _SENDING = (HOT_SWAP, REPLICAS)
 
 _TWICE = (DOUBLE, PROFILE)
 _REPEATING = (*_SENDING, DOUBLE)
-"""Protections that repeat a step, from the state before it."""
+"""Protections that can execute a step again, for which they restore the state before it."""
 
 _IS_PRECISION_AWARE: Mapping[str, tuple[str, ...]] = {"--use-precision-aware-optimizer": ()}
 _GRAPHS = "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"
@@ -264,15 +265,16 @@ MODES: list[Mode] = [
     Mode(
         ("--moe-router-force-biased",),
         _REPEATING,
-        "with a negative value each layer draws its bias once in a process, so that a new worker has another one",
+        "with a negative value each layer draws its bias in the first forward pass of a process, so that a new worker, "
+        "or a first step that is repeated, draws others",
         "give a positive value",
         ("-*",),
     ),
     Mode(
         ("--qk-clip",),
         (HOT_SWAP, DOUBLE),
-        "it scales the weights of the model apart from the optimizer's, from which a recovery computes them, and by "
-        "maxima of an evaluation before the step",
+        "it scales the model's weights and the optimizer's separately, so that the first cannot be computed from the "
+        "second, and it uses maxima that an evaluation has left",
     ),
     Mode(
         ("--delay-wgrad-compute", "--overlap-dispatch-backward-with-experts-wgrad"),
@@ -380,7 +382,7 @@ _OFF = {
     _WEIGHT_SHARDS[0]: ("tensor_model_parallel_size",),
     _WEIGHT_SHARDS[1]: ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
 }
-"""Flags that are off with the value of another option -> its name; the next one holds if that option is None."""
+"""Flag -> option with whose value the flag changes nothing; the second one is used if the first one is None."""
 
 _TYPES = {"torch.float16": "fp16", "torch.uint8": "fp8"}
 """Types of numbers, as Megatron-LM's parsed arguments have them -> their names in flags."""

@@ -86,8 +86,9 @@ _SUMS = ("values", "loss_values", "correct_values", "total_values")
 
 
 def clear_losses() -> None:
-    """Clear what core has added up for the log in this step: losses of routers, of multi-token prediction, and of
-    indexers of sparse attention.
+    """Reset the losses that core sums up for the log during a step.
+
+    They are those of MoE routers, of multi-token prediction, and of the indexers of sparse attention.
     """
     clear_aux_losses_tracker()
     for name, helper in _TRACKERS.items():

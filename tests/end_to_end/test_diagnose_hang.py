@@ -49,9 +49,13 @@ def test_who_is_blocked_in_its_own_code_is_named_with_its_line_and_then_a_stoppe
     assert "ft/faults/worker.py" in stored[number]["causes"][0]["where"], stored
     assert {rank for wait in stored[number]["waiting"] for rank in wait["ranks"]} == {0, 2, 3}, stored
     said = command(tmp_path / "run", "--inspection", number, "--picture", tmp_path / "hang.png")
+    assert said.returncode == 1, said
     assert said.stdout.startswith("inspection of 4 ranks") and (tmp_path / "hang.png").stat().st_size > 0, said
     assert [event.rank for event in done.named("fault_detected")] == [1, 2], "an innocent rank was replaced"
-    assert "cause     busy: rank 1" in done.output and f"ft diagnose hang {tmp_path}/run --inspection " in done.output
+    assert "cause     busy: rank 1" in done.output, done.output
+    assert any(f"ft diagnose hang {tmp_path}/run --inspection {number}" in done.output for number in stored), (
+        done.output
+    )
 
 
 def test_who_holds_the_interpreter_lock_is_named_with_its_line(corpus, tmp_path):
@@ -60,9 +64,10 @@ def test_who_holds_the_interpreter_lock_is_named_with_its_line(corpus, tmp_path)
     run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60), options=options)
     try:
         run.wait_for(lambda: run.step() >= 5)
-        found = eventually(lambda: blamed(seen := diagnose(run.folder)[1]) == [(3, "busy")] and seen)
+        code, found = eventually(lambda: blamed((seen := diagnose(run.folder))[1]) == [(3, "busy")] and seen)
     finally:
         run.stop()
+    assert code == 1, found
     assert "hold_the_interpreter" in found["causes"][0]["where"], found
     assert any("holds the lock" in sentence for sentence in found["causes"][0]["evidence"]), found
 

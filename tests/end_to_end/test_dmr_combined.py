@@ -80,6 +80,7 @@ def test_hot_swap_inside_replicas_replaces_a_killed_worker_and_one_that_computes
         assert not done.of(replica, events.RESTARTED) and len(done.of(replica, events.EPOCH_OPENED)) == 2, (
             done.explain()
         )
+    assert together(12)(done), done.explain()
 
 
 @pytest.mark.long

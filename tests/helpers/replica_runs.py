@@ -175,12 +175,9 @@ def train(
 
 def together(steps: int) -> Callable[[Done], bool]:
     """Return a function that says whether all replicas were in each of the first ``steps`` steps of a run."""
-
-    def whole(done: Done) -> bool:
-        first = [step.commit for step in done.proof.lineage.steps if step.number <= steps]
-        return all(set(commit.healthy) == set(done.proof.lines) for commit in first)
-
-    return whole
+    return lambda done: all(
+        set(step.commit.healthy) == set(done.proof.lines) for step in done.proof.lineage.steps if step.number <= steps
+    )
 
 
 def _shortened(steps: list[int]) -> str:

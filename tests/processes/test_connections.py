@@ -20,10 +20,11 @@ server = socket.create_server(("", {PORT}))
 print("listens", flush=True)
 sys.stdin.readline()
 connected = [socket.create_connection((other, {PORT}), timeout=5) for other in others]
-for one in connected:
-    one.sendall(b"x")
 accepted = [server.accept()[0] for _ in range(int(hosts) - 1 - len(others))]
-assert all(one.recv(1) == b"x" for one in accepted)
+for _ in range(20):  # what the kernel has measured becomes smooth
+    for one in connected + accepted:
+        one.sendall(b"x")
+    assert all(one.recv(1) == b"x" for one in connected + accepted)
 print("connected", flush=True)
 sys.stdin.readline()
 print(round_trip_s(), flush=True)
@@ -61,3 +62,4 @@ def test_the_host_with_a_slow_connection_is_far_from_all_others(slow):
                 process.stdin.flush()
         found = [float(process.stdout.readline()) for process in started]
     assert found.index(max(found)) == slow and found[slow] >= DELAY_S, found
+    assert sorted(found)[1] < found[slow] / 3, found

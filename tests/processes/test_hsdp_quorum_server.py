@@ -178,6 +178,7 @@ def test_a_leader_can_ask_whom_the_server_waits_for_and_notices_its_silence(serv
         1: "was in the last quorum and is slower"
     }
     assert (view.following, view.last, view.asked.next_step) == (quorum.number + 1, quorum, quorum.step + 1)
+    service.until(lambda: clients[0].inspect(0.05).silent_s < 0.4, "it is silent before it is stopped")
     server.send_signal(signal.SIGSTOP)
     service.until(lambda: clients[0].inspect(0.05).silent_s > 0.4, "its silence is not noticed")
     assert clients[0].inspect(0.05).waits is None

@@ -128,7 +128,7 @@ def test_a_hung_worker_that_is_killed_leaves_nobody_behind(tmp_path):
 
 
 def test_the_control_plane_is_killed_by_step_once(tmp_path):
-    control = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    control = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"])
     election.renew(tmp_path, election.LeaseRecord(0, 0, "tcp://h:1", "n0", control.pid))
     announced = []
     elsewhere = AgentInjector([Fault(1, "kill-control", step=5)], "n1", tmp_path, announced.append)
@@ -161,7 +161,7 @@ import subprocess, sys, time
 from ft.faults import Fault
 from ft.platform import election
 from ft.faults.agent import AgentInjector
-below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"])
 print(below.pid, flush=True)
 fault = Fault(1, "kill", step=2, node="n1")
 agent = AgentInjector([fault], "n1", ".", lambda fault: print("announced", flush=True))

@@ -117,21 +117,22 @@ def test_what_a_redone_step_would_count_twice_is_put_back(monkeypatch):
     monkeypatch.setattr(tree, "module", lambda name: training)
     tracker = {name: torch.tensor([3.0]) for name in ("loss_values", "values", *trainer._PREDICTIONS)}
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", tracker)
-    of_evaluation = json.loads(json.dumps(trainer._counts()))
+    run = SimpleNamespace(device=torch.device("cpu"), counts=json.loads(json.dumps(trainer.counts())))
     training._seqlen_stats_in_iteration += 7
     for total in tracker.values():
         total += 1
     step_state.clear_losses()
-    trainer._reset_counts(SimpleNamespace(device=torch.device("cpu")), of_evaluation)
+    trainer._reset_counts(run)
     assert training._seqlen_stats_active and training._seqlen_stats_in_iteration.tolist() == [20.0, 200.0]
     assert {name: total.item() for name, total in tracker.items()} == dict(zip(tracker, (0, 0, 3, 3), strict=True))
-    trainer._reset_counts(SimpleNamespace(device=torch.device("cpu")), {})
+    run.counts = {}
+    trainer._reset_counts(run)
     assert not training._seqlen_stats_active and list(tracker) == ["loss_values", "values"]
 
 
 def test_hooks_that_record_a_step_are_removed_when_it_is_abandoned(monkeypatch):
     layer, module = torch.nn.Linear(1, 1), ModuleType("megatron.training.dgrad_logging")
-    module._LOGGER = SimpleNamespace(_save_dir="", _hooks=[layer.register_forward_hook(lambda *_: None)])
+    module._LOGGER = SimpleNamespace(remove_hooks=layer.register_forward_hook(lambda *_: None).remove)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     trainer._reset_loggers()
     assert module._LOGGER is None and not layer._forward_hooks

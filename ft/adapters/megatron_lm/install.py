@@ -261,7 +261,7 @@ def _committed(run: CheckoutRun, original: Callable[..., Any], *args: Any, **kwa
     ends = original(*args, **kwargs) or run.is_ended
     run.step, run.flops = given["iteration"], given["num_floating_point_operations_so_far"]
     run.samples, run.earlier_samples = own.consumed_train_samples, run.samples
-    run.sums = state.encode(run.live_sums)
+    run.sums, run.counts = state.encode(run.live_sums), trainer.counts()
     run.exit_code = 0 if ends else None
     run.log.commit(run.step, (run.samples - run.earlier_samples) * own.seq_length)
     run.stack.committed()

@@ -130,8 +130,10 @@ class Iterators:
         return self._datasets[stage]
 
     def loader(self, dataset: Any, consumed: int) -> Any:
-        """Return the data loader of a dataset; None if iterators are moved to its end, because the checkout refuses to
-        make a loader without samples.
+        """Return the data loader of a dataset.
+
+        After a recovery this is None for a dataset of which all samples are consumed: the checkout refuses to make a
+        loader that has no samples left.
 
         Args:
             consumed: samples to skip; ignored for a part of the training data, whose loader exists already.

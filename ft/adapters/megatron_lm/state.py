@@ -122,6 +122,7 @@ class CheckoutRun:
             during a ramp-up.
         reports_memory: whether the checkout's log still reports memory.
         sums: sums since the last log line, as :func:`ft.adapters.megatron_lm.state.encode` returns them.
+        counts: the trainer's counts after the committed steps that go on from one step to the next, encoded likewise.
         live_sums: the dict in which the checkout keeps these sums.
         is_entered: whether the trainer's loop has logged a step since the loop was last entered.
         running_timers: inside a step, (time of the start, seconds before it) of each timer that was running at the
@@ -157,6 +158,7 @@ class CheckoutRun:
     earlier_samples: int = 0
     reports_memory: bool = True
     sums: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
     live_sums: dict[str, Any] | None = None
     is_entered: bool = False
     running_timers: dict[str, tuple[float, float]] | None = None

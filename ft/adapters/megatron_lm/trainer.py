@@ -29,7 +29,7 @@ COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_s
 CHOICES = ("do_train", "do_valid", "do_test")
 """Arguments of the checkout that it sets itself: what has been consumed, and which data there are."""
 
-_PLAIN = ("step", "first_step", "flops", "samples", "earlier_samples", "reports_memory", "sums", "exit_code")
+_PLAIN = ("step", "first_step", "flops", "samples", "earlier_samples", "reports_memory", "sums", "counts", "exit_code")
 
 
 class CheckoutPosition:
@@ -42,8 +42,7 @@ class CheckoutPosition:
         run = self._run
         args = {name: getattr(run.args, name) for name in (*COUNTERS, *CHOICES)}
         own = {name: getattr(run, name) for name in _PLAIN}
-        of_trainer = {"large_values": _large_values(), "counts": _counts()}
-        return {**own, **of_trainer, "args": args, "extra": dict(run.extra)}
+        return {**own, "args": args, "large_values": _large_values(), "extra": dict(run.extra)}
 
     def set(self, position: dict[str, Any]) -> None:
         """Move the trainer to ``position``. All ranks have to call it.
@@ -61,7 +60,7 @@ class CheckoutPosition:
         run.args.num_floating_point_operations_so_far = run.flops
         _reset_timers(run.running_timers or {})
         _reset_rerun_machine(run, position["large_values"])
-        _reset_counts(run, position["counts"])
+        _reset_counts(run)
         _reset_loggers()
         run.iterators.move()
         if run.running_timers is not None:
@@ -127,9 +126,11 @@ _TOKENS, _HAS_TOKENS = "_seqlen_stats_in_iteration", "_seqlen_stats_active"
 _PREDICTIONS = ("cumulative_correct_values", "cumulative_total_values")
 
 
-def _counts() -> dict[str, Any]:
-    """Return what the trainer adds up beyond a step, encoded: the tokens of packed sequences, of which those of an
-    evaluation count with the next step, and the predictions of --mtp-num-layers.
+def counts() -> dict[str, Any]:
+    """Return the trainer's counts that go on from one step to the next, encoded as JSON values.
+
+    They are the tokens of packed sequences, because the trainer adds those of an evaluation to the next step, and with
+    --mtp-num-layers the numbers of all predictions and of the right ones.
     """
     training, tracker = tree.module("training"), MTPLossLoggingHelper.tracker
     found = {name: tracker[name] for name in _PREDICTIONS if name in tracker}
@@ -138,9 +139,9 @@ def _counts() -> dict[str, Any]:
     return state.encode(found)
 
 
-def _reset_counts(run: CheckoutRun, counts: dict[str, Any]) -> None:
+def _reset_counts(run: CheckoutRun) -> None:
     training, tracker = tree.module("training"), MTPLossLoggingHelper.tracker
-    found = state.decode(counts, run.device)
+    found = state.decode(run.counts, run.device)
     if hasattr(training, _HAS_TOKENS):  # from 0.19 on
         setattr(training, _HAS_TOKENS, _TOKENS in found)
         setattr(training, _TOKENS, found.pop(_TOKENS, None))
@@ -149,16 +150,22 @@ def _reset_counts(run: CheckoutRun, counts: dict[str, Any]) -> None:
     tracker.update(found)
 
 
+_REMOVERS = {"activation_logging": ("remove_activation_hooks", "remove_tpe_hooks"), "dgrad_logging": ("remove_hooks",)}
+"""Module of the trainer -> methods of its logger that remove the hooks with which the logger records a step."""
+
+
 def _reset_loggers() -> None:
-    """Remove the hooks with which the trainer records a step (--save-activations-interval, --save-dgrads-interval,
-    --save-tokens-per-expert-interval), and what they have recorded: it removes them only after whole passes.
+    """Remove the hooks that record activations, gradients and tokens per expert, and discard what they have recorded.
+
+    The trainer removes them at the end of the passes. After an interrupted step it would find them, and fail
+    (--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval).
     """
-    for name in ("activation_logging", "dgrad_logging"):
+    for name, removers in _REMOVERS.items():
         module = sys.modules.get(f"megatron.training.{name}")
         logger = getattr(module, "_LOGGER", None)
         if logger is not None:
-            for hook in (each for held, hooks in vars(logger).items() if held.endswith("_hooks") for each in hooks):
-                hook.remove()
+            for remover in removers:
+                getattr(logger, remover)()
             module._LOGGER = None
 
 
@@ -243,7 +250,7 @@ class CheckoutTrainer:
     def load(self) -> bool:
         is_loaded = load(self._run)
         if is_loaded:
-            self.position.set({**self.position.get(), "counts": {}})
+            self.position.set(self.position.get())
         return is_loaded
 
     def save(self) -> None:
@@ -358,7 +365,7 @@ def load(run: CheckoutRun) -> bool:
     own.iteration, own.num_floating_point_operations_so_far = checkpointing.load_checkpoint(
         run.chunks, run.optimizer, run.scheduler, checkpointing_context=context
     )
-    run.step, run.flops, run.sums = own.iteration, own.num_floating_point_operations_so_far, {}
+    run.step, run.flops, run.sums, run.counts = own.iteration, own.num_floating_point_operations_so_far, {}, {}
     run.samples = run.earlier_samples = own.consumed_train_samples
     return True
 
