@@ -68,12 +68,8 @@ def test_hot_swap_inside_replicas_replaces_a_killed_worker_and_one_that_computes
     ]
     how = {"replicas": 2, "nproc": 4, "good": together(12)}
     plain = train(tmp_path / "plain", flags(corpus, DISTRIBUTED, batch=8), **how)
-    done = train(
-        tmp_path / "run",
-        flags(corpus, f"{DISTRIBUTED} --ft-hot-swap {DOUBLE}", batch=8),
-        options=f"--standby 1 --inject {','.join(faults)}",
-        **how,
-    )
+    wanted = flags(corpus, f"{DISTRIBUTED} --ft-hot-swap {DOUBLE}", batch=8)
+    done = train(tmp_path / "run", wanted, options=f"--standby 1 --inject {','.join(faults)}", **how)
     done.check(12, 0)
     for replica in (0, 1):
         assert done.losses_of(replica) == plain.losses_of(replica), done.explain()

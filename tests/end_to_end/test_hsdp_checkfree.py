@@ -4,7 +4,7 @@ import math
 
 import pytest
 import replica_runs
-from replica_runs import Done, together, train
+from replica_runs import Done, all_injected, together, train
 
 from ft.base import events
 
@@ -27,7 +27,8 @@ def recovered(corpus, folder, layout: str, ranks: int, kills: list[tuple[int, in
         faults += [f"kill@{who}:step=4:phase=resume" for who in lost]
     flags = replica_runs.flags(corpus, layout, STEPS, 8)
     options = f"--standby 1 --inject {','.join(faults)}"
-    done = train(folder / "run", flags, replicas=2, nproc=2 * ranks, options=options, good=together(4))
+    how = {"options": options, "good": lambda done: together(4)(done) and all_injected(len(faults))(done)}
+    done = train(folder / "run", flags, replicas=2, nproc=2 * ranks, **how)
     done.check(STEPS, 1)
     assert len(done.injected()) == len(faults), done.explain()
     assert not done.of(0, events.RESTARTED) + done.of(1, events.RESTARTED), done.explain()

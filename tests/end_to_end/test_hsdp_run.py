@@ -9,7 +9,7 @@ import pytest
 import replica_runs
 import slow_fetch_gpt
 import small_runs
-from replica_runs import Done, Replicas, together, train
+from replica_runs import Done, Replicas, all_injected, together, train
 from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 
 from ft.base import events
@@ -166,7 +166,7 @@ def all_lost(step: int) -> str:
 def test_all_replicas_lost_go_on_from_the_checkpoint_or_begin_anew(corpus, tmp_path):
     saving = f"--save {tmp_path}/saved --save-interval 5"
     flags = replica_runs.flags(corpus, saving, 14, 8)
-    how = {"replicas": 2, "nproc": 2, "good": lambda done: len(done.injected()) == 2}
+    how = {"replicas": 2, "nproc": 2, "good": all_injected(2)}
     done = train(tmp_path / "saving", flags, options=f"--inject {all_lost(9)}", **how)
     done.check(14, 3)
     assert {commit.step for commit in done.proof.lines[0] if commit.before == 0} == {1, 6}, done.explain()

@@ -2,7 +2,7 @@
 
 import pytest
 import replica_runs
-from replica_runs import Done, together, train
+from replica_runs import Done, all_injected, together, train
 
 from ft.base import events
 
@@ -90,7 +90,8 @@ def test_a_replica_that_has_lost_a_ranks_copies_takes_the_state_of_another_one_i
     flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", 40)
     faults = lost_with_its_copy(1, 5, lost) + again
     slow = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
-    done = train(tmp_path / "run", flags, replicas=2, nproc=6, options=f"--standby 2 --inject {faults},{slow}")
+    how = {"options": f"--standby 2 --inject {faults},{slow}", "good": all_injected(3 + bool(again))}
+    done = train(tmp_path / "run", flags, replicas=2, nproc=6, **how)
     done.check(40, 2)
     assert len(done.injected()) == 3 + bool(again) and not done.of(1, events.RESTARTED), done.explain()
     assert "another replica" in [repair.detail["level"] for repair in done.of(1, events.REPAIR_ORDERED)], done.explain()
@@ -100,13 +101,8 @@ def test_a_replica_that_has_lost_a_ranks_copies_takes_the_state_of_another_one_i
 def test_replicas_that_have_all_lost_a_ranks_copies_load_the_checkpoint_in_place(corpus, tmp_path):
     steps, flags = 14, replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap --save {tmp_path}/save", 14)
     faults = [lost_with_its_copy(replica, 9, 1) for replica in range(2)]
-    done = train(
-        tmp_path / "run",
-        f"{flags} --save-interval 4",
-        replicas=2,
-        nproc=6,
-        options=f"--standby 2 --inject {','.join(faults)}",
-    )
+    how = {"options": f"--standby 2 --inject {','.join(faults)}", "good": all_injected(4)}
+    done = train(tmp_path / "run", f"{flags} --save-interval 4", replicas=2, nproc=6, **how)
     done.check(steps, 3)
     assert len(done.injected()) == 4, done.explain()
     assert not any(done.of(replica, events.RESTARTED) for replica in range(2)), done.explain()

@@ -173,6 +173,11 @@ def train(
     return done
 
 
+def all_injected(faults: int) -> Callable[[Done], bool]:
+    """Return a function that says whether so many faults were injected: one in a recovery is not if a copy was late."""
+    return lambda done: len(done.injected()) == faults
+
+
 def together(steps: int) -> Callable[[Done], bool]:
     """Return a function that says whether all replicas were in each of the first ``steps`` steps of a run."""
     return lambda done: all(
